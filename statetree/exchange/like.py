@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from statetree.chunks.boxes import whole_box
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.chunks.local import location_of
@@ -33,9 +31,12 @@ from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.torch_internals import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    import torch
 
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
@@ -164,7 +165,7 @@ class LikeDestination(Destination):
                 boxes = [whole_box(self.leaves[index].shape)] if held is None else held.boxes
                 for box, piece in zip(boxes, self._pieces[index], strict=True):
                     stored = self.source.unread[id(self.source.leaves[index])][1]
-                    stored.read_into(box.start, piece.detach().as_subclass(torch.Tensor))
+                    stored.read_into(box.start, as_plain(piece))
 
     def write(self) -> None:
         """Copy what this rank has itself."""

@@ -15,7 +15,7 @@ from statetree.leaves.replicas import replicated
 from statetree.leaves.types.converted import AxisPart
 from statetree.leaves.types.part import LeafPart
 from statetree.spans.memory import Memory
-from statetree.torch_internals import copy_each, storage_key
+from statetree.torch_internals import as_plain, copy_each, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,6 +105,6 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
         if is_spread:
             parts.append(AxisPart(leaf, leaf_type, region, sizes))
         else:
-            parts.append(region.view(leaf.detach().as_subclass(torch.Tensor), sizes))
+            parts.append(region.view(as_plain(leaf), sizes))
     names = recipe.leaf_type.part_names(recipe.context, len(parts))
     return DividedLeaf(recipe.text, dict(zip(names, parts, strict=True))), LaidOutRecipe(leaf, parts)

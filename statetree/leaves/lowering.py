@@ -23,6 +23,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
 from statetree.spans.sums import ALL, whole_sums
+from statetree.torch_internals import as_plain
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
@@ -206,8 +207,7 @@ def _divide_local(
         if _is_made_of_parts(tensor):
             given[place] = _divide_local(tensor, as_part, followed)
         else:
-            plain = tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
-            given[place] = as_part(plain, followed)
+            given[place] = as_part(as_plain(tensor), followed)
     shape = as_part(local, cuts).shape
     strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
     return _assembled(local, leaf_type, context, given, (shape, strides))

@@ -19,7 +19,7 @@ from statetree.leaves.types.tensor import identity_of
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
-from statetree.torch_internals import copy_each, quietly, storage_key, torch_function_enabled
+from statetree.torch_internals import as_plain, copy_each, quietly, storage_key, torch_function_enabled
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected
@@ -148,7 +148,7 @@ def _later(
     stored = {index: row for index, row in rows.items() if all(map(is_stored, row.leaves))}
     places = {index: tuple([leaf.location() for leaf in row.leaves]) for index, row in stored.items()}
     outlines = {places[index][0]: row.leaves[0].outline for index, row in stored.items()}
-    mapped = [_plain(outline) for outline in outlines.values() if not outline.is_meta]
+    mapped = [as_plain(outline) for outline in outlines.values() if not outline.is_meta]
     if shared_elements(Columns(mapped)) or len(set(places.values())) > len(outlines):
         return {}, rows  # tied, but not the same: that is seen, and kept, where they are combined now
     made: dict[Any, Any] = {}
@@ -198,14 +198,14 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     for leaf, (path, own) in enumerate(zip(paths, parts, strict=True)):
         for part in own:
             facing = [other.parts[partner[leaf, part]] for other, partner in zip(others, partners, strict=True)]
-            tensors = list(map(_plain, [first.parts[part], *facing]))
+            tensors = list(map(as_plain, [first.parts[part], *facing]))
             place = places[part] = number_of.setdefault(view_key(tensors[0]), len(used))
             if place == len(used):
                 used.append(tensors)
                 owners.append(path)
             elif list(map(view_key, tensors)) != list(map(view_key, used[place])):
                 wrong.append((path, f"what is tied to {owners[place]}"))
-    held = [_plain(part) for part in unpack("combine", list(rest), list).parts]
+    held = [as_plain(part) for part in unpack("combine", list(rest), list).parts]
     real = [t for t in (*(tensors[0] for tensors in used), *held) if t.numel() and not t.is_meta]
     row_of = {id(tensors[0]): number for number, tensors in enumerate(used)}
     for pair in shared_elements(Columns(real)):
@@ -255,7 +255,3 @@ def _as_they_lie(used: Sequence[Sequence[torch.Tensor]], results: Sequence[torch
                 raise TreeMismatch(msg)
             copy_each(*[[tensor] for tensor in pair])
     return fresh
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)

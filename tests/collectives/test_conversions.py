@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 import statetree as st
 from statetree.testing import Layout, run_ranks
@@ -242,20 +243,76 @@ def test_each_element_moves_once_to_where_it_is_lacking(world_size):
     run_ranks(world_size, count_bytes)
 
 
+class Block(torch.nn.Module):
+    """A layer of a trainer, with names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"wq": (8, 12), "wk": (8, 6), "wv": (8, 6), "wo": (12, 8), "w1": (8, 10), "w3": (8, 10), "w2": (10, 8)}
+        for name, (width, rows) in shapes.items():
+            self.add_module(name, torch.nn.Linear(width, rows, bias=False))
+
+    def forward(self, x):
+        x = x + self.wo(self.wq(x) * torch.cat([self.wk(x), self.wv(x)], -1))
+        return x + self.w2(self.w1(x).sigmoid() * self.w3(x))
+
+
+TO_ENGINE = st.Conversion(
+    [
+        (["{i}.wq.weight", "{i}.wk.weight", "{i}.wv.weight"], "h.{i}.qkv", RULES[0][2]),
+        ("{i}.wo.weight", "h.{i}.out"),
+        (["{i}.w1.weight", "{i}.w3.weight"], "h.{i}.gate_up", "f m, f m -> (f + f) m"),
+        ("{i}.w2.weight", "h.{i}.down"),
+    ],
+    sizes={"q": 2, "d": 2},
+)
+
+
+def by_hand(whole):
+    """Return an engine's whole tensors, made of a trainer's whole ones."""
+    found = {}
+    for i in range(2):
+        q, k, v, o, w1, w3, w2 = (whole[f"{i}.{name}.weight"] for name in ("wq", "wk", "wv", "wo", "w1", "w3", "w2"))
+        groups = [part.view(3, -1, 8) for part in (q, k, v)]
+        own = {"qkv": torch.cat(groups, 1).view(24, 8), "out": o, "gate_up": torch.cat([w1, w3]), "down": w2}
+        found |= {f"h.{i}.{name}": leaf.bfloat16() for name, leaf in own.items()}
+    return found
+
+
 def train_and_serve():
-    """Two ranks train in float32, two others serve in bfloat16."""
-    state = trainer_state()
-    trainer = {key: Layout(tuple(leaf.shape), (0, 1), ("S0",)).build() for key, leaf in state.items()}
+    """Ranks 0 and 1 train under FSDP2 in float32; 2 and 3 serve in bfloat16, rows of fused tensors and columns."""
+    trainers, engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block())
+    shapes = {name: leaf.shape for name, leaf in model.state_dict().items()}
+    if dist.get_rank() < 2:
+        for module in (*model, model):
+            fully_shard(module, mesh=trainers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        state = model.state_dict()
+    else:
+        state = {name: zeros(*shape, device_mesh=trainers, placements=[Shard(0)]) for name, shape in shapes.items()}
+    cuts = {"qkv": Shard(0), "gate_up": Shard(0), "out": Shard(1), "down": Shard(1)}
+    whole = {name: torch.zeros(shape) for name, shape in shapes.items()}
     engine = {
-        key: Layout(tuple(leaf.shape), (2, 3), ("S0" if leaf.dim() > 1 else "R",), torch.bfloat16).build()
-        for key, leaf in CONVERSION(state).items()
+        name: zeros(*leaf.shape, device_mesh=engines, placements=[cuts[name.split(".")[-1]]], dtype=torch.bfloat16)
+        for name, leaf in by_hand(whole).items()
     }
-    with st.prepare(st.reshard, CONVERSION(trainer), engine, in_place=True, cast=True) as sync:
+    seen = []
+    with st.prepare(st.reshard, TO_ENGINE(state), engine, in_place=True, cast=True) as sync:
         for step in range(20):
-            for number, leaf in enumerate(trainer.values()):
-                leaf.to_local().add_(0.37 * step + number)
+            if dist.get_rank() < 2:
+                model(torch.randn(4, 8) + step).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
             sync()
-            check_holds(st.gather(engine), CONVERSION(st.gather(trainer)))
+            expected = by_hand(st.gather(state))
+            seen.append(expected["h.0.qkv"].clone())
+            for name, leaf in engine.items():
+                if dist.get_rank() >= 2:
+                    own = expected[name].chunk(2, cuts[name.split(".")[-1]].dim)[dist.get_rank() - 2]
+                    assert torch.equal(leaf.to_local(), own), (step, name)
+    assert not torch.equal(seen[0], seen[-1])
 
 
 def test_a_trainer_and_an_engine_on_ranks_of_their_own():

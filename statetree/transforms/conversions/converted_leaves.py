@@ -18,7 +18,7 @@ from statetree.leaves.types.tensor import identity_of
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import shared_elements
-from statetree.torch_internals import copy_each, storage_key
+from statetree.torch_internals import as_plain, copy_each, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ class LeafMaker:
             if _is_spread(one) or _is_spread(other):  # what ranks hold they could compare only together
                 same = one is other or _place_of(one) == _place_of(other)
             elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                same = one is other or safely_equal(_plain(one), _plain(other))
+                same = one is other or safely_equal(as_plain(one), as_plain(other))
             elif is_stored(one) and is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
             else:
@@ -185,7 +185,7 @@ class LeafMaker:
         return tensor if identity is None else identity.restore(tensor, attributes)
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
+        sources = {leaf: as_plain(settled(self._leaves[leaf])) for leaf in plan.sources}
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:
@@ -265,7 +265,7 @@ class LeafMaker:
         for leaf in {leaf for plan in plans for leaf in plan.sources}:
             tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
-                tensors[leaf] = _plain(tensor)
+                tensors[leaf] = as_plain(tensor)
         keys = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in tensors.items()}
         concerned = {key for leaf, key in keys.items() if leaf in self._copied}
         chosen = [leaf for leaf, key in keys.items() if key in concerned]
@@ -357,10 +357,6 @@ def _view_key(tensor: torch.Tensor) -> Any:
     steps = tuple([step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     place = storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.dtype
     return (*place, tensor.shape, steps, tensor.is_conj(), tensor.is_neg())
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
 from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.spans.sums import FEW, piece_sums, sums_at
-from statetree.torch_internals import copy_all, copy_each, negated_view, plain_pair
+from statetree.torch_internals import as_plain, copy_all, copy_each, negated_view, plain_pair
 from statetree.transforms.deltas.change import (
     EVERYBODYS,
     OTHERS,
@@ -91,9 +91,9 @@ class HeldPart(NamedTuple):
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
     reach = extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) // tensor.itemsize
-    bare = negated_view(tensor) if tensor.is_neg() else tensor
-    bare = torch.conj(bare) if bare.is_conj() else bare
-    return as_bits(bare.as_strided((reach,), (1,)))
+    view = negated_view(tensor) if tensor.is_neg() else tensor
+    view = torch.conj(view) if view.is_conj() else view
+    return as_bits(view.as_strided((reach,), (1,)))
 
 
 def _read(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ class StateParts:
                 sharing = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True) if layout is not None else ()
                 holders = dict(sharing)
                 parts[index] = [
-                    HeldPart(index, shape, box, _bare(piece), (own.index(rank), len(own)))
+                    HeldPart(index, shape, box, as_plain(piece), (own.index(rank), len(own)))
                     for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
                     for own in [holders.get(box, [rank])]
                 ]
@@ -313,9 +313,4 @@ def _named(key: str, count: int, taken: set[str]) -> list[str]:
 
 def _whole(leaf: int, tensor: torch.Tensor) -> HeldPart:
     shape = tuple(tensor.shape)
-    return HeldPart(leaf, shape, whole_box(shape), _bare(tensor))
-
-
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    bare = tensor.detach()
-    return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
+    return HeldPart(leaf, shape, whole_box(shape), as_plain(tensor))
