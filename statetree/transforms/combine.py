@@ -176,13 +176,7 @@ def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.
 
 
 def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], rest: Sequence[Any]) -> list[Any]:
-    """Return leaves in memory combined.
-
-    Args:
-        fn: The function.
-        rows: The leaves.
-        rest: Leaves of the first tree that stay as they are.
-    """
+    """Return leaves in memory combined; ``rest`` are those of the first tree that stay as they are."""
     paths = [row.path for row in rows]
     columns = [[settled(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 class AxisPart(LeafPart):
     """A block of a distributed tensor, in its axes: ranks hold the boxes that their chunks have of it.
 
-    Args:
-        leaf: The distributed tensor.
-        leaf_type: Its leaf type.
-        region: Where the block lies in it.
-        sizes: The sizes of its axes.
-
     Attributes:
         leaf: The distributed tensor.
         leaf_type: Its leaf type.
@@ -87,15 +81,7 @@ class AxisPart(LeafPart):
 
 
 class ConvertedLeaf:
-    """A tensor made of blocks of distributed ones: what moves or copies leaves takes it as one.
-
-    Args:
-        shape: Its shape.
-        regions: Where each of its blocks lies in it.
-        parts: The blocks.
-        is_parameter: Whether it is a parameter where it is whole.
-        requires_grad: Whether it requires gradients then.
-    """
+    """A tensor made of blocks of distributed ones: what moves or copies leaves takes it as one."""
 
     def __init__(
         self,

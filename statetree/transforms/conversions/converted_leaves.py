@@ -55,13 +55,7 @@ class LeafPlan(NamedTuple):
 
 
 class LeafMaker:
-    """Makes leaves of those of a tree.
-
-    Args:
-        verb: On whose behalf, for messages.
-        leaves: The leaves.
-        spec: The structure of the tree.
-    """
+    """Makes leaves of those of a tree."""
 
     def __init__(self, verb: str, leaves: Sequence[Any], spec: TreeSpec) -> None:
         self._verb, self._leaves, self._spec = verb, leaves, spec
@@ -75,11 +69,7 @@ class LeafMaker:
         return self._paths[leaf]
 
     def shape(self, leaf: int) -> tuple[int, ...]:
-        """Return the shape of a leaf.
-
-        Raises:
-            UnsupportedLeaf: If it is no strided tensor.
-        """
+        """Return the shape of a leaf."""
         value = self._leaves[leaf]
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
@@ -144,11 +134,7 @@ class LeafMaker:
         }
 
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
-        """Return the leaves.
-
-        Raises:
-            TreeMismatch: If a copy would cut a tie.
-        """
+        """Return the leaves."""
         made: dict[Any, Any] = {}
         result = []
         for plan in plans:
@@ -312,16 +298,7 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
 
 
 def _origin_of(value: Any, region: AxisRegion, sizes: Sequence[int]) -> tuple[Any, EngineLeafType, AxisRegion]:
-    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that.
-
-    Args:
-        value: The tensor that it lies in: that one, or one that was converted.
-        region: Where it lies there.
-        sizes: The sizes of its axes.
-
-    Raises:
-        UnsupportedLeaf: If that is made of other blocks, or of what was moved.
-    """
+    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that."""
     if not isinstance(value, ConvertedLeaf):
         leaf_type = leaf_type_of(type(value))
         assert leaf_type is not None

@@ -116,11 +116,7 @@ def plain_copy(piece: torch.Tensor) -> torch.Tensor:
 
 
 class LocatedChange:
-    """A change of a part, and where in the memory of its piece it is read from or written to.
-
-    Raises:
-        TreeMismatch: If the change is damaged, or lies outside of what this rank holds.
-    """
+    """A change of a part, and where in the memory of its piece it is read from or written to."""
 
     def __init__(self, verb: str, name: str, change: TensorChange, part: HeldPart) -> None:
         change.check(verb, name)
@@ -264,10 +260,6 @@ class StateParts:
         With each come the kind of difference, and a text for messages. Parts that lie over each other are tried: all
         changes are written to copies that lie in one memory as the parts do, and each to a copy of its own. Both must
         be the same. Several storages that stand for one memory (NumPy's) cannot be copied as one, and are refused.
-
-        Args:
-            changes: What is written to parts.
-            replaced: The leaves for which others are put: nothing is written to what is inside.
         """
         rows: dict[Any, tuple[str, HeldPart]] = {}
         for name, part in self.tensors.items():
