@@ -58,12 +58,6 @@ storage_key_of: Final[Any] = STORAGE_BASE._cdata.__get__
 version_of: Final[Any] = TENSOR_BASE._version.__get__
 
 
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its class and its gradient, on its memory."""
-    found = tensor.detach()
-    return found if type(found) is torch.Tensor else found.as_subclass(torch.Tensor)
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number for a storage that no other storage has while this one is alive."""
     key: int = storage._cdata

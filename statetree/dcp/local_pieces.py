@@ -47,4 +47,5 @@ class LocalPieces:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.pieces[[chunk.offsets for chunk in self._chunks].index(index.offset)]
+        number = next(number for number, chunk in enumerate(self._chunks) if chunk.offsets == index.offset)
+        return self.pieces[number]

@@ -29,9 +29,9 @@ from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
+from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.torch_internals import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

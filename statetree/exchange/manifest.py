@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline, Recipe
-    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -68,8 +67,7 @@ class Manifest:
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
             mesh's taken (``"first"``). With ``None`` all keep what they have.
         received: How its elements move (a ``Received``), if another rank described the tree.
-        unread: Stored leaves whose elements are made as they are read, behind what stands in their places, by the ids
-            of that: each rank reads the boxes that it needs.
+        unread: What stands in the places of leaves that are read later, by boxes, and these, by the ids of the first.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Manifest:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.unread: dict[int, tuple[torch.Tensor, Any]] = {}
         if any(map(may_be_under_way, set(map(type, leaves)))):
-            leaves = [self._outline(leaf) if unread and _is_made(leaf) else settled(leaf) for leaf in leaves]
+            leaves = [self._settled(leaf, unread=unread) for leaf in leaves]
         self.verb = verb
         self.received: Any = None
         self.complete = complete
@@ -95,9 +93,11 @@ class Manifest:
         self.replicas = replicas
         self._lower(lower(verb, leaves, spec, self._flatten, wanted=is_divisible if every else None), ranks)
 
-    def _outline(self, stored: Any) -> torch.Tensor:
-        found = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        self.unread[id(found)] = found, stored
+    def _settled(self, leaf: Any, *, unread: bool) -> Any:
+        if not (unread and is_stored(leaf) and leaf.is_made):
+            return settled(leaf)
+        found = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        self.unread[id(found)] = found, leaf
         return found
 
     def read(self, index: int) -> None:
@@ -239,7 +239,8 @@ class Manifest:
 
     def _divided_entries(self) -> list[Entry]:
         """Return what divided leaves must have in common beside their parts, with what ranks are taken to agree on."""
-        texts = [Entry(f"{path} (leaf)", text) for path, text in sorted(self.texts.items(), key=_path_key)]
+        paths = sorted(self.texts, key=lambda path: path.sort_key())
+        texts = [Entry(f"{path} (leaf)", self.texts[path]) for path in paths]
         return texts if self.written else [*texts, Entry("<parts that ranks hold alike>", self.assumed())]
 
     def assumed(self) -> str:
@@ -332,15 +333,6 @@ class Manifest:
         return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
 
 
-def _is_made(leaf: Any) -> bool:
-    """Whether the elements of a stored leaf are made when they are read."""
-    return is_stored(leaf) and leaf.is_made
-
-
-def _path_key(row: tuple[Path, str]) -> Any:
-    return row[0].sort_key()
-
-
 def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
 
@@ -355,18 +347,13 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if (
-        any(map(is_distributed, flatten(leaf.__dict__)[0]))
-        if plain
-        else _may_hide(leaf_type) and hides_distributed(leaf)
-    ):
+    if plain:
+        hides = any(map(is_distributed, flatten(leaf.__dict__)[0]))
+    else:  # leaves of other types are divided if there are distributed tensors inside
+        hides = (leaf_type.opaque or leaf_type.bare) and hides_distributed(leaf)
+    if hides:
         raise _hidden(leaf)
     return None
-
-
-def _may_hide(leaf_type: EngineLeafType) -> bool:
-    """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
-    return leaf_type.opaque or leaf_type.bare
 
 
 def _hidden(leaf: Any) -> UnsupportedLeaf:

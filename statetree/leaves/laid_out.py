@@ -14,8 +14,9 @@ from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.converted import AxisPart
 from statetree.leaves.types.part import LeafPart
+from statetree.spans.bits import as_plain
 from statetree.spans.memory import Memory
-from statetree.torch_internals import as_plain, copy_each, storage_key
+from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,8 @@ from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
+from statetree.spans.bits import as_plain
 from statetree.spans.sums import ALL, whole_sums
-from statetree.torch_internals import as_plain
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path

@@ -16,10 +16,11 @@ from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import lie_alike, view_key
 from statetree.leaves.types.tensor import identity_of
+from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
-from statetree.torch_internals import as_plain, copy_each, quietly, storage_key, torch_function_enabled
+from statetree.torch_internals import copy_each, quietly, storage_key, torch_function_enabled
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected

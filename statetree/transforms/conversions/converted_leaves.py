@@ -15,10 +15,10 @@ from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import identity_of
-from statetree.spans.bits import safely_equal, same_bytes
+from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import shared_elements
-from statetree.torch_internals import as_plain, copy_each, storage_key
+from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

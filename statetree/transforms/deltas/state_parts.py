@@ -17,12 +17,12 @@ from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.bits import as_bits, from_bits, same_bytes
+from statetree.spans.bits import as_bits, as_plain, from_bits, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
 from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.spans.sums import FEW, piece_sums, sums_at
-from statetree.torch_internals import as_plain, copy_all, copy_each, negated_view, plain_pair
+from statetree.torch_internals import copy_all, copy_each, negated_view, plain_pair
 from statetree.transforms.deltas.change import (
     EVERYBODYS,
     OTHERS,
