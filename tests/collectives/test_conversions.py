@@ -94,6 +94,24 @@ def test_each_rank_reads_its_own_bytes(file, tmp_path):
     run_ranks(2, load_through, str(tmp_path / file))
 
 
+def fail_while_reading(path):
+    def fails_on_one(tensor):
+        if dist.get_rank() == 1 and tensor.numel() > 1:
+            msg = "cannot read it"
+            raise ArithmeticError(msg)
+        return tensor
+
+    like = spread({key: torch.zeros(leaf.shape) for key, leaf in trainer_state().items()})
+    with pytest.raises(ArithmeticError if dist.get_rank() else st.RankMismatch, match="cannot read it"):
+        st.reshard(st.combine(fails_on_one, st.files.open(path)), like)
+    check_holds(st.reshard(st.files.open(path), like), trainer_state())
+
+
+def test_all_ranks_raise_if_one_cannot_read(tmp_path):
+    st.save(trainer_state(), tmp_path / "a.safetensors")
+    run_ranks(2, fail_while_reading, str(tmp_path / "a.safetensors"))
+
+
 def engine_like(dim=0, dtype=torch.float32):
     """Return a state of the engine's form, without its elements."""
     return spread({key: torch.zeros(leaf.shape, dtype=dtype) for key, leaf in CONVERSION(trainer_state()).items()}, dim)
