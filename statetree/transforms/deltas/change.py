@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: What gaps are stored as, by what they are less than. (Dtypes that safetensors and NumPy know.)
 _GAP_DTYPES: Final = {torch.uint8: 1 << 8, torch.uint16: 1 << 16, torch.int32: 1 << 31, torch.int64: 1 << 63}
+#: What is worked out at a time on a processor: it stays in the cache, and torch starts no threads for it.
+_BLOCK: Final = 1 << 15
 #: The start of a change that replaces everything.
 _WHOLE: Final = -1
 #: Who holds what this rank holds of a part: every rank by itself, this rank before others, or others before this one.
@@ -33,14 +35,22 @@ IN_A_ROW: Final = "Pass deltas in a row."
 
 def as_gaps(positions: torch.Tensor) -> torch.Tensor:
     """Return by how much each of some ascending positions is above the one before; a zero for the first."""
-    gaps = torch.cat([torch.zeros_like(positions[:1]), positions[1:] - positions[:-1]])
-    largest = int(gaps.max()) if gaps.numel() else 0
-    return gaps.to(next(dtype for dtype, limit in _GAP_DTYPES.items() if largest < limit))
+    step = _BLOCK if positions.is_cpu else max(1, positions.numel())
+    pairs = zip(positions[1:].split(step), positions[:-1].split(step), strict=True)
+    blocks = [torch.zeros_like(positions[:1]), *(after - before for after, before in pairs)]
+    largest = max(int(block.max()) if block.numel() else 0 for block in blocks)
+    dtype = next(dtype for dtype, limit in _GAP_DTYPES.items() if largest < limit)
+    return torch.cat([block.to(dtype) for block in blocks])
 
 
 def from_gaps(start: int, gaps: torch.Tensor) -> torch.Tensor:
     """Return the positions that gaps stand for. If the gaps are damaged, they may be any numbers."""
-    return gaps.to(torch.int64).cumsum(0).add_(start)
+    found = torch.empty(gaps.shape, dtype=torch.int64, device=gaps.device)
+    step = _BLOCK if gaps.is_cpu else max(1, gaps.numel())
+    for block, part in zip(found.split(step), gaps.split(step), strict=True):
+        torch.cumsum(part.to(torch.int64), 0, out=block)
+        start = int(block.add_(start)[-1]) if block.numel() else start
+    return found
 
 
 def _indices(positions: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import statetree as st
+from statetree.transforms.deltas import change
 from statetree.transforms.deltas.change import as_gaps, from_gaps
+
+
+@pytest.fixture(params=[1, 2, 3, 1 << 15], autouse=True)
+def _block(request, monkeypatch):
+    monkeypatch.setattr(change, "_BLOCK", request.param)
 
 
 @pytest.mark.parametrize(
