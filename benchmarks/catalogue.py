@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from benchmarks import (
+    rows_convert,
     rows_copy,
     rows_delta,
     rows_exchange,
@@ -38,6 +39,7 @@ ROWS: Final = (
     *rows_stage.ROWS,
     *rows_stagers.ROWS,
     *rows_copy.ROWS,
+    *rows_convert.ROWS,
     *rows_similarity.ROWS,
     *rows_delta.ROWS,
     *rows_tree.ROWS,

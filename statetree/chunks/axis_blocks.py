@@ -20,6 +20,8 @@ from statetree.chunks.layouts import ChunkLayout
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from statetree.chunks.boxes import Interval
+
 
 class AxisRegion(NamedTuple):
     """Where a block lies in a tensor.
@@ -64,6 +66,23 @@ class AxisRegion(NamedTuple):
         """Return the elements of the block, as a view of a tensor with a dim for each axis."""
         stride = tensor.stride()
         return tensor.as_strided(sizes, self.strides(stride), tensor.storage_offset() + self.offset(stride))
+
+    def axes_along(self, dim: int) -> list[int]:
+        """Return the axes that run along a dim, those of the longest steps first."""
+        return sorted([axis for axis, its in enumerate(self.dims) if its == dim], key=lambda axis: -self.steps[axis])
+
+    def intervals(self, sizes: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
+        """Return where the block's elements lie along each dim of the tensor."""
+        found = []
+        for dim, first in enumerate(self.start):
+            starts, length = torch.tensor([first]), 1
+            for axis in reversed(self.axes_along(dim)):
+                if self.steps[axis] == length and len(starts) == 1:  # without gaps
+                    length *= sizes[axis]
+                else:
+                    starts = (torch.arange(sizes[axis]) * self.steps[axis]).view(-1, 1).add(starts).view(-1)
+            found.append(tuple([(start, start + length) for start in starts.tolist()]))
+        return tuple(found)
 
     def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
         """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""

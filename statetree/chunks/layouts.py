@@ -308,6 +308,17 @@ def _select(part: Sequence[Interval], start: int, stop: int, found: list[Interva
         position += high - low
 
 
+def merged_intervals(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return intervals with those as one of which each begins where the one before ends."""
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
 def by_rank(layout: ChunkLayout) -> dict[int, list[Box]]:
     """Return the boxes that each rank holds."""
     found: defaultdict[int, list[Box]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable
 
     import torch
 
@@ -23,6 +24,26 @@ class MeshSplits(NamedTuple):
     shape: tuple[int, ...]  # that of the mesh
     ranks: tuple[int, ...]  # its global ranks, in row-major order
     splits: tuple[Split, ...]  # how it cuts the tensor
+
+
+class MadePieces(Sequence["torch.Tensor"]):
+    """Pieces that are made of others, each when it is looked at and anew: all at a time would be another copy.
+
+    Args:
+        sources: What they are made of.
+        count: How many there are.
+        make: Makes one.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], count: int, make: Callable[[int], torch.Tensor]) -> None:
+        self.sources = sources
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(range(self._count)[index])
 
 
 class LocalChunks(NamedTuple):
@@ -40,6 +61,11 @@ class LocalChunks(NamedTuple):
     #: Where ranks hold partial values of the elements: how they are reduced, and the layout of each of them.
     partials: tuple[str, tuple[ChunkLayout, ...]] | None = None
     mesh: MeshSplits | None = None  # what the layout follows from, if it follows from a mesh
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The tensors in whose memory the elements lie: the pieces, or what these are made of."""
+        return self.pieces.sources if isinstance(self.pieces, MadePieces) else self.pieces
 
 
 def location_of(piece: torch.Tensor) -> Hashable:

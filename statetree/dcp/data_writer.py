@@ -11,7 +11,7 @@ import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -40,6 +40,19 @@ _FILE_SHARE: Final = 64
 _BLOCK_BYTES: Final = 1 << 20
 
 
+class Piece(NamedTuple):
+    """One of the tensors or pickled values that some sequence holds, which may make it when it is looked at."""
+
+    holder: Sequence[Any]
+    number: int
+    nbytes: int
+
+    @property
+    def data(self) -> Any:
+        """The tensor, or the bytes."""
+        return self.holder[self.number]
+
+
 class DataWriter:
     """Writes what one rank has to write: plain tensors, and plain values as they are pickled.
 
@@ -47,7 +60,7 @@ class DataWriter:
         files: What was written, by the names of files.
     """
 
-    def __init__(self, directory: Path, rank: int, save: str, pieces: Mapping[Index, Any]) -> None:
+    def __init__(self, directory: Path, rank: int, save: str, pieces: Mapping[Index, Piece]) -> None:
         self.files: dict[str, ManifestFile] = {}
         self._directory = directory
         self._rank = rank
@@ -66,7 +79,7 @@ class DataWriter:
         pieces, at, end = [], 0, trailer(self._save)
         with path.open("xb", buffering=0) as file:
             for index in values_first:
-                source = PieceSource(self._pieces[index])
+                source = PieceSource(self._pieces[index].data)
                 pieces.append(ManifestPiece(*index, at, source.length, source.write(file.fileno(), at)))
                 at += source.length
             file.seek(at)
@@ -101,7 +114,7 @@ class DataWriter:
             file = OpenFiles().open(path)
             check_file(file, listed)
             for piece in listed.pieces:
-                if piece.which in self._pieces and PieceSource(self._pieces[piece.which]).is_in(file, piece):
+                if piece.which in self._pieces and PieceSource(self._pieces[piece.which].data).is_in(file, piece):
                     same.add(piece.which)
         return same
 

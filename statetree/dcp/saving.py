@@ -10,6 +10,7 @@ import os
 import pickle
 import uuid
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
-from statetree.dcp.data_writer import DataWriter
+from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.internals import stamp_version, storage_info
@@ -161,7 +162,7 @@ class StateSave:
         self._state = state
         self._group = group
         self._options = options
-        self._held: dict[Index, Any] = {}
+        self._held: dict[Index, Piece] = {}
         self._told = _Holdings({}, {}, set(), {})
         self._metadata: Metadata
         self._id = uuid.uuid4().hex
@@ -207,7 +208,8 @@ class StateSave:
     ) -> None:
         self._told.dcp_paths[key] = dcp_path
         self._told.pieces[Index(key, None)] = None
-        data = self._held[Index(key, None)] = _pickled(value, path)
+        data = _pickled(value, path)
+        self._held[Index(key, None)] = Piece([data], 0, len(data))
         why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(bytes(data))
         if why:
             self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
@@ -216,17 +218,18 @@ class StateSave:
         shape = tuple(tensor.shape)
         self._told.dcp_paths[key] = dcp_path
         self._told.tensors[key] = (tensor.dtype, shape)
-        chunks: list[tuple[Box, torch.Tensor]]
+        boxes: Sequence[Box] = [whole_box(shape)]
+        pieces: Sequence[torch.Tensor]
         if isinstance(tensor, torch.Tensor):
-            chunks = [(whole_box(shape), tensor)]
+            pieces = [tensor]
         elif 0 in shape:  # no rank holds elements, but DCP is to know of it
-            chunks = [(whole_box(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+            pieces = [torch.empty(shape, dtype=tensor.dtype, device="cpu")]
         else:
-            chunks = list(zip(tensor.boxes, tensor.pieces, strict=True))
-        for box, piece in chunks:
+            boxes, pieces = tensor.boxes, tensor.pieces
+        for number, box in enumerate(boxes):
             index = Index(key, box.start)
             self._told.pieces[index] = box
-            self._held[index] = piece
+            self._held[index] = Piece(pieces, number, prod(box.sizes) * tensor.dtype.itemsize)
 
     def _plan(self, told: list[_Holdings]) -> list[_Share]:
         """On the first rank: say which rank writes which of the pieces, and take old metadata away."""

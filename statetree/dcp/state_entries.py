@@ -20,11 +20,11 @@ from statetree.files.filling import check_elements, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, materialized
-from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
+from statetree.leaves.types.converted import joined
 from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
 from statetree.spans.layout import extents
@@ -64,8 +64,8 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
     """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
-    lowered = lower(verb, list(map(materialized, outer)), outer_spec, flatten, wanted=is_made_of_tensors)
-    refuse_converted(verb, lowered.recipes)
+    outer = [joined(materialized(leaf)) for leaf in outer]
+    lowered = lower(verb, outer, outer_spec, flatten, wanted=is_made_of_tensors)
     keys, paths = lowered.spec.flat_keys(), _dcp_paths(lowered.spec)
     if STRUCTURE_KEY in keys:
         keys = [free_key(key, set(keys)) if key == STRUCTURE_KEY else key for key in keys]
@@ -207,7 +207,7 @@ def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
         refuse_leaf(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")
     if held.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
         refuse_leaf(verb, path, f"a {cls} of {held.dtype}", "View it as numbers (uint8)")
-    for piece in held.pieces:
+    for piece in held.memory:
         if leaf_type_of(type(piece)) is not TENSOR or piece.layout is not torch.strided:
             refuse_leaf(verb, path, f"a {cls} of a {type(piece).__qualname__}", "Gather it, or save its inner tensors")
         check_elements(verb, piece, path)

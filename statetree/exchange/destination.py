@@ -59,6 +59,9 @@ class Destination:
 
     manifests: Sequence[Manifest] = ()
 
+    def read_stored(self) -> None:
+        """Read what the source has not read yet. By default it has read everything."""
+
     def __init__(self, source: Manifest, leaves: list[Any]) -> None:
         self.source = source
         self.leaves = leaves

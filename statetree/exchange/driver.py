@@ -121,7 +121,14 @@ class Exchange(Call):
         return ranks
 
     def manifest(
-        self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False, every: bool = False
+        self,
+        tree: Any,
+        *,
+        complete: bool = False,
+        written: bool = False,
+        union: bool = False,
+        every: bool = False,
+        unread: bool = False,
     ) -> Manifest:
         """Describe what this rank holds of a tree.
 
@@ -131,9 +138,11 @@ class Exchange(Call):
             written: Whether elements will be moved into its tensors.
             union: Whether ranks may hold different keys: they tell each other, and it describes a tree that has all.
             every: Whether all leaves are divided that are made of tensors.
+            unread: Whether ``destination_like`` reads what is made of stored tensors, by boxes. Prepared calls do not.
         """
         replicas = None if written else self.options.get("replicas", "check")
         options = {"complete": complete, "written": written, "every": every}
+        options["unread"] = unread and not union and self._preparation is None
         with phase(f"{self.verb}.describe"):
             found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
@@ -200,6 +209,10 @@ class Exchange(Call):
         received: Received | None = source.received
         with phase(f"{self.verb}.plan"):
             planned = self._plan(source, target) if received is None else self._plan_received(source, target, received)
+        if source.unread:
+            self.expect()
+            target.read_stored()
+            self.ready()
         with phase(f"{self.verb}.move"):
             planned.run(self.executor)
         return self.finish(target, source if received is None else received.own)
@@ -247,6 +260,7 @@ class Exchange(Call):
     def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
+        target.read_stored()
         plan_transfers(self._options(None, "cpu"), target.transfers_alone()).run(self.executor)
         return self.finish(target, target.source)
 

@@ -148,7 +148,7 @@ def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: 
     target = like.chunks.get(partner)
     if target is not None and target.partials is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
-    is_whole = chunks is None and not isinstance(ours, str)
+    is_whole = chunks is None and not isinstance(ours, str) and not source.is_unread(index)
     if chunks.device == "meta" if chunks else is_whole and (leaf.is_meta or not holds_memory(leaf)):
         found.append(("memory", "a tensor without elements", "elements"))
     return [Difference(source.path(index), *difference) for difference in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from statetree.chunks.boxes import whole_box
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.chunks.local import location_of
 from statetree.declare import cached_property
@@ -28,6 +29,7 @@ from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
+from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import overlaps_itself, shared_elements
 
@@ -77,11 +79,19 @@ class LikeDestination(Destination):
         self._partners, self._missing = partners_of(source, like, options)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
         matched = [index for index in source.order if self._partners[index] >= 0]
-        moving = [index for index in matched if index in source.chunks or self._partners[index] in like.chunks]
+        moving = [
+            index
+            for index in matched
+            if index in source.chunks or self._partners[index] in like.chunks or source.is_unread(index)
+        ]
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         self._firsts = self._find_firsts()
+        for index in moving:
+            if self._first(index) != index:  # what goes to one memory is compared
+                source.read(index)
+                source.read(self._first(index))
         raise_differences(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
         held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
@@ -136,7 +146,7 @@ class LikeDestination(Destination):
         found: dict[int, Transfer] = {}
         self._check_compared(sources)
         for index in self._moving:
-            if self._first(index) == index:
+            if self._first(index) == index and not source.is_unread(index):
                 canonical = source.canonical.get(index, index)
                 if canonical not in sources:
                     leaf = source.leaves[index]
@@ -146,6 +156,16 @@ class LikeDestination(Destination):
                 found[index] = converting_transfer(sources[canonical], target, given, self.dtype(index))
         self._check_sources(found)
         return list(found.values())
+
+    def read_stored(self) -> None:
+        """Read what is made of stored tensors into its place."""
+        for index in self._moving:
+            if self.source.is_unread(index) and self._first(index) == index:
+                held = self._chunks.get(index)
+                boxes = [whole_box(self.leaves[index].shape)] if held is None else held.boxes
+                for box, piece in zip(boxes, self._pieces[index], strict=True):
+                    stored = self.source.unread[id(self.source.leaves[index])][1]
+                    stored.read_into(box.start, as_plain(piece))
 
     def write(self) -> None:
         """Copy what this rank has itself."""
@@ -265,7 +285,8 @@ class LikeDestination(Destination):
     def _check_range(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
         if self._options.cast:
-            raise_differences(self.like.verb, beyond_range(source, self._moving, self.dtype))
+            moving = [index for index in self._moving if not source.is_unread(index)]
+            raise_differences(self.like.verb, beyond_range(source, moving, self.dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""

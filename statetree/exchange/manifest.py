@@ -12,7 +12,15 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
-from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, materialized, may_be_deferred
+from statetree.leaves.builtin import (
+    facts,
+    holds_tensor,
+    is_distributed,
+    is_stored,
+    leaf_type_of,
+    materialized,
+    may_be_deferred,
+)
 from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
@@ -31,7 +39,6 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline, Recipe
-    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -60,6 +67,7 @@ class Manifest:
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
             mesh's taken (``"first"``). With ``None`` all keep what they have.
         received: How its elements move (a ``Received``), if another rank described the tree.
+        unread: What stands in the places of leaves that are read later, by boxes, and these, by the ids of the first.
     """
 
     def __init__(
@@ -72,16 +80,34 @@ class Manifest:
         written: bool = False,
         replicas: str | None = None,
         every: bool = False,
+        unread: bool = False,
     ) -> None:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
+        self.unread: dict[int, tuple[torch.Tensor, Any]] = {}
         if any(map(may_be_deferred, set(map(type, leaves)))):
-            leaves = list(map(materialized, leaves))
+            leaves = [self._materialized(leaf, unread=unread) for leaf in leaves]
         self.verb = verb
         self.received: Any = None
         self.complete = complete
         self.written = written
         self.replicas = replicas
         self._lower(lower(verb, leaves, spec, self._flatten, wanted=is_divisible if every else None), ranks)
+
+    def _materialized(self, leaf: Any, *, unread: bool) -> Any:
+        if not (unread and is_stored(leaf) and leaf.is_made):
+            return materialized(leaf)
+        found = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        self.unread[id(found)] = found, leaf
+        return found
+
+    def read(self, index: int) -> None:
+        """Read the elements of a leaf, if they are not."""
+        if self.is_unread(index):
+            self.leaves[index] = materialized(self.unread[id(self.leaves[index])][1])
+
+    def is_unread(self, index: int) -> bool:
+        """Whether the elements of a leaf are not read yet."""
+        return bool(self.unread) and id(self.leaves[index]) in self.unread
 
     def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)
@@ -195,7 +221,7 @@ class Manifest:
         """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
         found.received = received
-        found.verb, found.complete, found.written, found.replicas = verb, False, False, None
+        found.verb, found.complete, found.written, found.replicas, found.unread = verb, False, False, None, {}
         found.outline, found.recipes, found.outer, found.texts = outline, {}, [], {}
         found.replace(spec, leaves, chunks)
         return found
@@ -213,7 +239,8 @@ class Manifest:
 
     def _divided_entries(self) -> list[Entry]:
         """Return what divided leaves must have in common beside their parts, with what ranks are taken to agree on."""
-        texts = [Entry(f"{path} (leaf)", text) for path, text in sorted(self.texts.items(), key=_path_key)]
+        paths = sorted(self.texts, key=lambda path: path.sort_key())
+        texts = [Entry(f"{path} (leaf)", self.texts[path]) for path in paths]
         return texts if self.written else [*texts, Entry("<parts that ranks hold alike>", self.assumed())]
 
     def assumed(self) -> str:
@@ -223,13 +250,13 @@ class Manifest:
 
     def _text(self, index: int) -> str:
         try:
-            return _text_of(self.leaves[index])
+            return f"{_text_of(self.leaves[index])}{' (stored)' if self.is_unread(index) else ''}"
         except Exception as error:
             raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
     def devices(self) -> list[torch.device]:
         """Return the devices that the chunks of distributed leaves lie on."""
-        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.pieces))
+        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.memory))
 
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
@@ -252,8 +279,8 @@ class Manifest:
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
-        owners = [index for index, chunks in self.chunks.items() for _ in chunks.pieces]
-        pieces = [piece for chunks in self.chunks.values() for piece in chunks.pieces]
+        owners = [index for index, chunks in self.chunks.items() for _ in chunks.memory]
+        pieces = [piece for chunks in self.chunks.values() for piece in chunks.memory]
         for index, piece in zip(owners, pieces, strict=True):
             chunks = self.chunks[index]
             if piece.is_meta and (chunks.layout is None or chunks.device != "meta"):  # or not so on every rank
@@ -306,10 +333,6 @@ class Manifest:
         return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
 
 
-def _path_key(row: tuple[Path, str]) -> Any:
-    return row[0].sort_key()
-
-
 def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
 
@@ -324,18 +347,13 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if (
-        any(map(is_distributed, flatten(leaf.__dict__)[0]))
-        if plain
-        else _may_hide(leaf_type) and hides_distributed(leaf)
-    ):
+    if plain:
+        hides = any(map(is_distributed, flatten(leaf.__dict__)[0]))
+    else:  # leaves of other types are divided if there are distributed tensors inside
+        hides = (leaf_type.opaque or leaf_type.native) and hides_distributed(leaf)
+    if hides:
         raise _hidden(leaf)
     return None
-
-
-def _may_hide(leaf_type: EngineLeafType) -> bool:
-    """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
-    return leaf_type.opaque or leaf_type.native
 
 
 def _hidden(leaf: Any) -> UnsupportedLeaf:

@@ -43,6 +43,11 @@ class DerivedTensor(StoredTensor):
         """Whether boxes of it can be read."""
         return True
 
+    @property
+    def is_made(self) -> bool:
+        """Whether its elements are made when they are read."""
+        return True
+
     def to(self, dtype: torch.dtype) -> StoredTensor:
         """Return a tensor whose elements are converted as they are read."""
         if dtype == self.dtype:

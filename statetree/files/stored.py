@@ -158,6 +158,11 @@ class StoredTensor:
         return list(self._find(whole_box(self.shape)))
 
     @property
+    def is_made(self) -> bool:
+        """Whether its elements are made when they are read: they lie nowhere as they are."""
+        return self.is_strided and not self.is_as_stored
+
+    @property
     def is_plain(self) -> bool:
         """Whether there is nothing to it but its elements, one after the other."""
         tensor = self.outline

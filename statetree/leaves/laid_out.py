@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.divided import DividedLeaf, Recipe
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf
 from statetree.leaves.types.part import LeafPart
+from statetree.spans.bits import as_plain
 from statetree.spans.memory import Memory
 from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from statetree.key_paths import Path
 
@@ -86,18 +87,6 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
     blocks = recipe.leaf.blocks()
     parts: list[Any] = [AxisPart(leaf, leaf_type, *block) for block in blocks] if is_spread else []
     if not is_spread:
-        plain = leaf.detach().as_subclass(torch.Tensor)
-        parts = [region.view(plain, sizes) for region, sizes in blocks]
+        parts = [region.view(as_plain(leaf), sizes) for region, sizes in blocks]
     names = recipe.leaf_type.part_names(recipe.context, len(parts))
     return DividedLeaf(recipe.text, dict(zip(names, parts, strict=True))), LaidOutRecipe(leaf, parts)
-
-
-def refuse_converted(verb: str, recipes: Mapping[Path, Any]) -> None:
-    """Raise ``UnsupportedLeaf`` if a leaf was converted, and would be told apart from one of whole tensors."""
-    for path, recipe in recipes.items():
-        if isinstance(recipe.leaf, ConvertedLeaf) and isinstance(recipe, Recipe):
-            msg = (
-                f"{verb}: the leaf at {path or '<root>'} was converted, and no rank has its elements as they will lie: "
-                "expected a tensor or a DTensor. Gather or reshard the tree first."
-            )
-            raise UnsupportedLeaf(msg, path)

@@ -23,6 +23,7 @@ from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
+from statetree.spans.bits import as_plain
 from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
@@ -196,8 +197,7 @@ def _divide_local(
         if _is_made_of_parts(tensor):
             given.append(_divide_local(tensor, as_part, followed))
         else:
-            plain = tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
-            given.append(as_part(plain, followed))
+            given.append(as_part(as_plain(tensor), followed))
     shape = as_part(local, cuts).shape
     strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
     return _assembled(local, leaf_type, contents, given, (shape, strides))

@@ -33,6 +33,12 @@ _BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 _INTEGERS: Final = frozenset(_BY_SIZE.values())
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its class and its gradient, on its memory."""
+    found = tensor.detach()
+    return found if type(found) is torch.Tensor else found.as_subclass(torch.Tensor)
+
+
 def safely_equal(a: Any, b: Any) -> bool:
     """Whether two values are of one type and equal, tensors bit by bit. Never raises."""
     if isinstance(a, torch.Tensor) and type(a) is type(b):

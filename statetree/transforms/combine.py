@@ -16,6 +16,7 @@ from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import lie_alike, view_key
 from statetree.leaves.types.tensor import identified
+from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
@@ -148,7 +149,7 @@ def _later(
     stored = {index: row for index, row in rows.items() if all(map(is_stored, row.leaves))}
     places = {index: tuple([leaf.location() for leaf in row.leaves]) for index, row in stored.items()}
     outlines = {places[index][0]: row.leaves[0].outline for index, row in stored.items()}
-    mapped = [_plain(outline) for outline in outlines.values() if not outline.is_meta]
+    mapped = [as_plain(outline) for outline in outlines.values() if not outline.is_meta]
     if shared_elements(Columns(mapped)) or len(set(places.values())) > len(outlines):
         return {}, rows  # tied, but not the same: that is seen, and kept, where they are combined now
     made: dict[Any, Any] = {}
@@ -173,13 +174,7 @@ def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.
 
 
 def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], rest: Sequence[Any]) -> list[Any]:
-    """Return leaves in memory combined.
-
-    Args:
-        fn: The function.
-        rows: The leaves.
-        rest: Leaves of the first tree that stay as they are.
-    """
+    """Return leaves in memory combined; ``rest`` are those of the first tree that stay as they are."""
     paths = [row.path for row in rows]
     columns = [[materialized(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]
@@ -195,14 +190,14 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     for leaf, (path, own) in enumerate(zip(paths, parts, strict=True)):
         for part in own:
             facing = [other.parts[partner[leaf, part]] for other, partner in zip(others, partners, strict=True)]
-            tensors = list(map(_plain, [first.parts[part], *facing]))
+            tensors = list(map(as_plain, [first.parts[part], *facing]))
             place = places[part] = number_of.setdefault(view_key(tensors[0]), len(used))
             if place == len(used):
                 used.append(tensors)
                 owners.append(path)
             elif list(map(view_key, tensors)) != list(map(view_key, used[place])):
                 wrong.append((path, f"what is tied to {owners[place]}"))
-    held = [_plain(part) for part in unpack("combine", list(rest), list).parts]
+    held = [as_plain(part) for part in unpack("combine", list(rest), list).parts]
     real = [t for t in (*(tensors[0] for tensors in used), *held) if t.numel() and not t.is_meta]
     row_of = {id(tensors[0]): number for number, tensors in enumerate(used)}
     for pair in shared_elements(Columns(real)):
@@ -252,7 +247,3 @@ def _as_they_lie(used: Sequence[Sequence[torch.Tensor]], results: Sequence[torch
                 raise TreeMismatch(msg)
             copy_each(*[[tensor] for tensor in pair])
     return fresh
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)

@@ -10,10 +10,10 @@ from statetree.declare import collective
 from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
-from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.lowering import lies_on_ranks
-from statetree.tree.flatten import flatten_for
+from statetree.leaves.types.converted import joined
+from statetree.tree.flatten import flatten_for, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,8 +76,7 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
 
     Raises:
         RankMismatch: If the ranks hold different trees, or one of them failed or did not answer in time.
-        UnsupportedLeaf: If a leaf cannot be taken apart, is ``Partial`` or was converted, or the ranks hold only parts
-            of it.
+        UnsupportedLeaf: If a leaf cannot be taken apart, is ``Partial``, or the ranks hold only parts of it.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -88,12 +87,12 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
         >>> st.digest({"w": w, "b": 1}).differing(st.digest({"w": -w, "b": 1}))
         ['w']
     """
-    if not any(map(lies_on_ranks, flatten_for("digest", tree)[0])):
+    leaves, spec = flatten_for("digest", tree)
+    if not any(map(lies_on_ranks, leaves)):
         manifest = Manifest("digest", tree, own_ranks(), every=True)
         return _digest(manifest, own_numbers(manifest))
     with exchange("digest", group, timeout) as run:
-        manifest = run.manifest(tree, complete=True, every=True)
-        refuse_converted("digest", manifest.recipes)
+        manifest = run.manifest(unflatten(spec, list(map(joined, leaves))), complete=True, every=True)
         return _digest(manifest, global_numbers(run, manifest))
 
 

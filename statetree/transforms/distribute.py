@@ -99,7 +99,7 @@ def distribute(
     with exchange("distribute", group, timeout, src=src, **how.agreed(), bucket_bytes=bucket_bytes) as run:
         if src is None:
             run.alone()
-            source = _whole(run.manifest(full, complete=True))
+            source = _whole(run.manifest(full, complete=True, unread=True))
             return run.move_alone(run.destination_like(source, run.manifest(like), how))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from statetree.errors import TreeMismatch, shown
 from statetree.tree.flatten import flatten_for
@@ -13,18 +13,6 @@ from statetree.tree.renaming import NewName, located, renamed
 from statetree.tree.selection import suggestion
 
 T = TypeVar("T")
-
-
-class _Rule(NamedTuple):
-    source: NamePattern
-    target: NamePattern
-
-    def apply(self, text: str) -> NewName | None:
-        found = self.source.match(text)
-        if found is None:
-            return None
-        made = self.target.fill(found.groupdict())
-        return NewName(made.text, carried(found, made))
 
 
 class Renaming:
@@ -58,7 +46,7 @@ class Renaming:
             if not isinstance(pair, (tuple, list)) or [isinstance(text, str) for text in pair] != [True, True]:
                 msg = f"rename: the rules are no pairs of patterns: expected two texts, got {reprlib.repr(pair)}."
                 raise TypeError(msg)
-        self._rules = [_Rule(NamePattern(source), NamePattern(target)) for source, target in pairs]
+        self._rules = [(NamePattern(source), NamePattern(target)) for source, target in pairs]
         for source, target in self._rules:
             lost = {*target.captures} - {*source.captures}
             if lost:
@@ -69,7 +57,7 @@ class Renaming:
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """The rules, as pairs of patterns."""
-        return [(rule.source.text, rule.target.text) for rule in self._rules]
+        return [(source.text, target.text) for source, target in self._rules]
 
     @property
     def inverse(self) -> Renaming:
@@ -94,12 +82,16 @@ class Renaming:
 
     def __call__(self, path: str) -> str | None:
         """Return what a rendered path becomes, or ``None`` if no rule matches."""
-        return next((found.text for rule in self._rules if (found := rule.apply(path))), None)
+        found = self.match(path)
+        return None if found is None else found[1].text
 
     def match(self, path: str) -> tuple[int, NewName] | None:
         """Return the first rule that matches a rendered path, and what it makes of it; ``None`` if there is none."""
-        found = ((index, rule.apply(path)) for index, rule in enumerate(self._rules))
-        return next(((index, made) for index, made in found if made is not None), None)
+        for index, (source, target) in enumerate(self._rules):
+            if (found := source.match(path)) is not None:
+                made = target.fill(found.groupdict())
+                return index, NewName(made.text, carried(found, made))
+        return None
 
     def __repr__(self) -> str:
         return f"Renaming({self.pairs!r})"

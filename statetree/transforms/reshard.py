@@ -108,5 +108,5 @@ def reshard(
     how = LikeOptions(in_place, cast, strict, on_missing, where)
     options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
-        source = run.manifest(tree, complete=True, union=union)
+        source = run.manifest(tree, complete=True, union=union, unread=True)
         return run.move(source, run.destination_like(source, run.manifest(like, written=True, union=union), how))

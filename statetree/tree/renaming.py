@@ -100,17 +100,7 @@ class TreeBuilder:
         self._items: dict[int, _Item] = {}
 
     def put(self, ref: int, steps: Sequence[tuple[Any, int]], name: str, origin: str) -> None:
-        """Put something into the tree.
-
-        Args:
-            ref: The index of a leaf, or ``~index`` of the node of an empty container.
-            steps: The keys to it, each with the old node that the container there is made like (-1 for none).
-            name: Its name.
-            origin: What it was called.
-
-        Raises:
-            TreeMismatch: If there is something else, or its path leads through something.
-        """
+        """Put something under keys, each with the old node that the container there is made like (-1 for none)."""
         item = self._items[ref] = _Item(ref, name, origin)
         place = self._root
         for key, node in steps[:-1]:
@@ -162,17 +152,9 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
     """Return a tree in which leaves have other paths.
 
     Containers keep their classes and attributes where their leaves go. A new name is cut into keys as the old one was:
-    what lies in a mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones.
+    what lies in a mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones. Names
+    are given by ``ref`` of ``located``; what is not named stays where it is.
 
-    Args:
-        verb: On whose behalf, for messages.
-        spec: The structure.
-        leaves: The leaves.
-        names: The new paths, by ``ref`` of ``located``. What is not named stays where it is.
-
-    Raises:
-        TreeMismatch: If two leaves would get paths that read the same, a path would go through a leaf, or a container
-            cannot have the keys.
     """
     if not spec.nodes:
         return leaves[0]

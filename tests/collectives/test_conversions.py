@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 import statetree as st
 from statetree.testing import Layout, run_ranks
@@ -67,14 +69,47 @@ def load_through(path):
         most = {0: 1.05, 1: 2.0}[dim]  # of columns, what lies between is read where it is short
         extra = 1600 * len(state) if path.endswith("dir") else 256  # where a piece lies is read with it
         assert nbytes - headers <= most * needed + extra, (dim, nbytes - headers, needed)
-        moved = st.reshard(CONVERSION(st.files.open(path)), like)
-        assert all(torch.equal(st.to_flat(moved)[0][key].full_tensor(), whole[key]) for key in like if "ln" not in key)
+        for verb in (st.reshard, st.distribute):
+            moved, nbytes = counted(lambda verb=verb, like=like: verb(CONVERSION(st.files.open(path)), like))
+            check_holds(moved, whole)
+            fused = sum(leaf.to_local().nbytes for key, leaf in moved.items() if "ln" not in key)
+            assert nbytes - headers <= most * fused + extra, (dim, verb, nbytes - headers, fused)
+        place = {key: leaf.clone() for key, leaf in spread(CONVERSION(state), dim).items()}
+        st.reshard(st.combine(torch.sub, *[CONVERSION(st.files.open(path))] * 2), place, in_place=True)
+        assert not any(bool(leaf.full_tensor().any()) for leaf in place.values() if hasattr(leaf, "full_tensor"))
+        narrow = {key: torch.zeros(leaf.shape, dtype=torch.bfloat16) for key, leaf in whole.items()}
+        check_holds(
+            st.reshard(st.cast(CONVERSION(st.files.open(path)), torch.float64), spread(narrow), cast=True), whole
+        )
+        tied = {**like, "1.qkv": like["0.qkv"]}
+        with pytest.raises(st.TreeMismatch, match=r"ties at 1.qkv: values of its own cannot go into a tensor that is"):
+            st.reshard(CONVERSION(st.files.open(path)), tied)
+        with pytest.raises(st.TreeMismatch, match=r"shape differs at 0.qkv: expected"):
+            st.reshard(CONVERSION(st.files.open(path)), {**like, "0.qkv": torch.zeros(3, 4)})
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "a.pt", "dir"])
 def test_each_rank_reads_its_own_bytes(file, tmp_path):
     st.save(trainer_state(), tmp_path / file)
     run_ranks(2, load_through, str(tmp_path / file))
+
+
+def fail_while_reading(path):
+    def fails_on_one(tensor):
+        if dist.get_rank() == 1 and tensor.numel() > 1:
+            msg = "cannot read it"
+            raise ArithmeticError(msg)
+        return tensor
+
+    like = spread({key: torch.zeros(leaf.shape) for key, leaf in trainer_state().items()})
+    with pytest.raises(ArithmeticError if dist.get_rank() else st.RankMismatch, match="cannot read it"):
+        st.reshard(st.combine(fails_on_one, st.files.open(path)), like)
+    check_holds(st.reshard(st.files.open(path), like), trainer_state())
+
+
+def test_all_ranks_raise_if_one_cannot_read(tmp_path):
+    st.save(trainer_state(), tmp_path / "a.safetensors")
+    run_ranks(2, fail_while_reading, str(tmp_path / "a.safetensors"))
 
 
 def engine_like(dim=0, dtype=torch.float32):
@@ -137,9 +172,6 @@ def every_verb():
         check_holds(st.gather(stager.stage(converted)), whole)
     assert st.similarity(converted, CONVERSION(spread(state)))
     assert not st.similarity(converted, CONVERSION(spread(state, 1)))
-    for refuse in (st.digest, lambda tree: st.save(tree, "x")):
-        with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at 0.qkv was converted, .* Gather or reshard"):
-            refuse(converted)
     with pytest.raises(st.UnsupportedLeaf, match=r"Conversion: the leaf at 0.qkv was converted before"):
         CONVERSION.inverse(st.offload(converted))
     with pytest.raises(st.TreeMismatch, match=r"value differs at b: expected that of a, its tie, got another"):
@@ -157,6 +189,53 @@ def every_verb():
 
 def test_verbs_take_converted_leaves():
     run_ranks(2, every_verb)
+
+
+def save_each_its_own(path):
+    """Save converted shards of several layouts, replicas and uneven rows among them, and look at what was written."""
+    whole = CONVERSION(trainer_state())
+    alternating = st.Conversion([(["{i}.w1", "{i}.w3"], "{i}.both", "f m, f m -> (f (1 + 1)) m")], strict=False)
+    size = dist.get_world_size()
+    meshes = {"rows": (tuple(range(size)), ("S0",)), "columns": (tuple(range(size)), ("S1",))}
+    if size == 4:
+        meshes |= {"replicas": (((0, 1), (2, 3)), ("R", "S0")), "one": ((1,), ("S0",)), "three": ((0, 1, 3), ("S0",))}
+    for name, (mesh, placements) in meshes.items():
+        state = trainer_state()
+        trainer = {
+            key: Layout(tuple(leaf.shape), mesh, placements).build() if leaf.dim() > 1 else leaf
+            for key, leaf in state.items()
+        }
+        st.distribute(state, trainer, in_place=True)
+        converted = CONVERSION(trainer)
+        assert st.digest(converted) == st.digest(whole)
+        assert st.digest(st.select(converted, "0.qkv")) != st.digest({"0.qkv": whole["0.qkv"] + 1})
+        st.save(converted, f"{path}/{name}")
+        back = st.load(f"{path}/{name}")
+        assert st.similarity(back, whole), (name, str(st.similarity(back, whole)))
+        check_holds(st.load(f"{path}/{name}", engine_like(1)), whole)
+        st.save(alternating(trainer), f"{path}/{name} alternating")
+        assert st.similarity(st.load(f"{path}/{name} alternating"), alternating(state))
+        listed = FileSystemReader(f"{path}/{name} alternating").read_metadata().state_dict_metadata
+        assert max(len(entry.chunks) for entry in listed.values() if hasattr(entry, "chunks")) <= size, name
+        parts = [len(found.chunks) for key, found in listed.items() if key.endswith("both")]
+        assert name != "replicas" or parts == [2, 2]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_saves_its_own_bytes(world_size, tmp_path):
+    run_ranks(world_size, save_each_its_own, str(tmp_path))
+
+
+def save_in_background(path):
+    whole = CONVERSION(trainer_state())
+    trainer = spread(trainer_state())
+    with st.Checkpointer(path) as saver:
+        saver.async_save(1, CONVERSION(trainer)).result()
+        assert st.similarity(saver.restore(), whole)
+
+
+def test_a_checkpointer_saves_converted_shards(tmp_path):
+    run_ranks(2, save_in_background, str(tmp_path))
 
 
 def element_numbers(state):
@@ -182,20 +261,76 @@ def test_each_element_moves_once_to_where_it_is_lacking(world_size):
     run_ranks(world_size, count_bytes)
 
 
+class Block(torch.nn.Module):
+    """A layer of a trainer, with names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"wq": (8, 12), "wk": (8, 6), "wv": (8, 6), "wo": (12, 8), "w1": (8, 10), "w3": (8, 10), "w2": (10, 8)}
+        for name, (width, rows) in shapes.items():
+            self.add_module(name, torch.nn.Linear(width, rows, bias=False))
+
+    def forward(self, x):
+        x = x + self.wo(self.wq(x) * torch.cat([self.wk(x), self.wv(x)], -1))
+        return x + self.w2(self.w1(x).sigmoid() * self.w3(x))
+
+
+TO_ENGINE = st.Conversion(
+    [
+        (["{i}.wq.weight", "{i}.wk.weight", "{i}.wv.weight"], "h.{i}.qkv", RULES[0][2]),
+        ("{i}.wo.weight", "h.{i}.out"),
+        (["{i}.w1.weight", "{i}.w3.weight"], "h.{i}.gate_up", "f m, f m -> (f + f) m"),
+        ("{i}.w2.weight", "h.{i}.down"),
+    ],
+    sizes={"q": 2, "d": 2},
+)
+
+
+def by_hand(whole):
+    """Return an engine's whole tensors, made of a trainer's whole ones."""
+    found = {}
+    for i in range(2):
+        q, k, v, o, w1, w3, w2 = (whole[f"{i}.{name}.weight"] for name in ("wq", "wk", "wv", "wo", "w1", "w3", "w2"))
+        groups = [part.view(3, -1, 8) for part in (q, k, v)]
+        own = {"qkv": torch.cat(groups, 1).view(24, 8), "out": o, "gate_up": torch.cat([w1, w3]), "down": w2}
+        found |= {f"h.{i}.{name}": leaf.bfloat16() for name, leaf in own.items()}
+    return found
+
+
 def train_and_serve():
-    """Two ranks train in float32, two others serve in bfloat16."""
-    state = trainer_state()
-    trainer = {key: Layout(tuple(leaf.shape), (0, 1), ("S0",)).build() for key, leaf in state.items()}
+    """Ranks 0 and 1 train under FSDP2 in float32; 2 and 3 serve in bfloat16, rows of fused tensors and columns."""
+    trainers, engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block())
+    shapes = {name: leaf.shape for name, leaf in model.state_dict().items()}
+    if dist.get_rank() < 2:
+        for module in (*model, model):
+            fully_shard(module, mesh=trainers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        state = model.state_dict()
+    else:
+        state = {name: zeros(*shape, device_mesh=trainers, placements=[Shard(0)]) for name, shape in shapes.items()}
+    cuts = {"qkv": Shard(0), "gate_up": Shard(0), "out": Shard(1), "down": Shard(1)}
+    whole = {name: torch.zeros(shape) for name, shape in shapes.items()}
     engine = {
-        key: Layout(tuple(leaf.shape), (2, 3), ("S0" if leaf.dim() > 1 else "R",), torch.bfloat16).build()
-        for key, leaf in CONVERSION(state).items()
+        name: zeros(*leaf.shape, device_mesh=engines, placements=[cuts[name.split(".")[-1]]], dtype=torch.bfloat16)
+        for name, leaf in by_hand(whole).items()
     }
-    with st.prepare(st.reshard, CONVERSION(trainer), engine, in_place=True, cast=True) as sync:
+    seen = []
+    with st.prepare(st.reshard, TO_ENGINE(state), engine, in_place=True, cast=True) as sync:
         for step in range(20):
-            for number, leaf in enumerate(trainer.values()):
-                leaf.to_local().add_(0.37 * step + number)
+            if dist.get_rank() < 2:
+                model(torch.randn(4, 8) + step).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
             sync()
-            check_holds(st.gather(engine), CONVERSION(st.gather(trainer)))
+            expected = by_hand(st.gather(state))
+            seen.append(expected["h.0.qkv"].clone())
+            for name, leaf in engine.items():
+                if dist.get_rank() >= 2:
+                    own = expected[name].chunk(2, cuts[name.split(".")[-1]].dim)[dist.get_rank() - 2]
+                    assert torch.equal(leaf.to_local(), own), (step, name)
+    assert not torch.equal(seen[0], seen[-1])
 
 
 def test_a_trainer_and_an_engine_on_ranks_of_their_own():

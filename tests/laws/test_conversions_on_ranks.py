@@ -45,6 +45,7 @@ def convert(rules, sizes, left, right, seed):
         state = spread(before, seed)
         converted = there(state)
         check(converted, after)
+        assert st.digest(converted) == st.digest(after)
         again = there.inverse(converted)
         assert all(again[key] is state[key] for key in state)
         check(st.reshard(converted, spread(after, seed + 1, values=False)), after)

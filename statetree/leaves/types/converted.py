@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from copy import copy
+from itertools import product
 from operator import sub
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, view_over
-from statetree.chunks.local import LocalChunks, location_of
+from statetree.chunks.boxes import Box
+from statetree.chunks.layouts import merged_intervals
+from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
@@ -19,7 +22,8 @@ from statetree.torch_internals import copy_each, storage_key
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.chunks.boxes import Box
+    from statetree.chunks.boxes import Interval
+    from statetree.chunks.layouts import ChunkLayout
 
 
 class AxisPart(LeafPart):
@@ -136,6 +140,81 @@ def assembled(shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, torch.Tens
         [block.source.view(tensor, block.sizes) for block, tensor in filled],
     )
     return made
+
+
+class JoinedPart(LeafPart):
+    """A converted tensor as one, by boxes of it: what is written or counted is not looked at block by block.
+
+    Of what several ranks hold, one has it. Blocks that this rank has side by side are one box, so that what alternates
+    (the rows of two tensors, say) makes no box for each row.
+    """
+
+    __slots__ = ("leaf",)
+    _statetree_text = "a converted tensor"
+
+    def __init__(self, leaf: ConvertedLeaf) -> None:
+        super().__init__([], leaf.dtype, leaf.shape)
+        self.leaf = leaf
+
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:
+        """Return the boxes that are this rank's alone. Each is put together when it is looked at."""
+        own: list[_Held] = []
+        text, device = "", ""
+        for region, part in zip(self.leaf.regions, self.leaf.parts, strict=True):
+            chunks = part.local_chunks(ranks)
+            text, device = f"{text}, {chunks.text}" if text else chunks.text, chunks.device
+            owners = {} if chunks.layout is None else _owners(chunks.layout, ranks.rank)
+            for box, tensor in zip(chunks.boxes, chunks.pieces, strict=True):
+                if owners.get(box, ranks.rank) == ranks.rank:
+                    own.append(_Held(region.moved(box.start), box.sizes, tensor))
+        boxes = _joined([held.region.intervals(held.sizes) for held in own])
+        pieces = MadePieces([held.tensor for held in own], len(boxes), lambda index: _piece(own, boxes[index]))
+        return LocalChunks(text, "", self.shape, self.dtype, None, boxes, pieces, id(self), device)
+
+
+class _Held(NamedTuple):
+    """Elements of a converted tensor: where they lie in it, and a tensor with a dim for each axis."""
+
+    region: AxisRegion
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def _piece(held: Sequence[_Held], box: Box) -> torch.Tensor:
+    """Return the elements of a box, of those that are held."""
+    blocks = []
+    for region, sizes, tensor in held:
+        for part in region.boxes_within(box, sizes):
+            place = region.moved(part.start)
+            place = place._replace(start=(*map(sub, place.start, box.start),))
+            blocks.append((AxisBlock(part.sizes, AxisRegion.box(part.start), place), tensor))
+    return assembled(box.sizes, blocks)
+
+
+def _owners(layout: ChunkLayout, rank: int) -> dict[Box, int]:
+    """Return which of the ranks that hold the same is to have it, for the boxes of one of them: they take turns.
+
+    Blocks of one leaf that begin alike have one owner, so that they lie side by side.
+    """
+    rows = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True)
+    return {box: holders[hash((box.start[:1], box.sizes[-1:])) % len(holders)] for box, holders in rows}
+
+
+def _joined(products: Sequence[tuple[tuple[Interval, ...], ...]]) -> list[Box]:
+    """Return boxes that together have the elements of products of intervals, which have none in common."""
+    rows = list(products)
+    for dim in reversed(range(len(rows[0]) if rows else 0)):
+        alike: dict[Any, list[Interval]] = {}
+        for row in rows:
+            alike.setdefault((row[:dim], row[dim + 1 :]), []).extend(row[dim])
+        rows = [(*before, tuple(merged_intervals(sorted(own))), *after) for (before, after), own in alike.items()]
+    corners = [chosen for row in rows for chosen in product(*row)]
+    return [Box(tuple([low for low, _ in chosen]), tuple([high for _, high in chosen])) for chosen in corners]
+
+
+def joined(leaf: Any) -> Any:
+    """Return a leaf, or if it was converted, what stands for it as one distributed tensor."""
+    return JoinedPart(leaf) if isinstance(leaf, ConvertedLeaf) else leaf
 
 
 class ConvertedType(EngineLeafType):

@@ -15,7 +15,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import attributes_of, identified
-from statetree.spans.bits import safely_equal, same_bytes
+from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import copy_each, storage_key
@@ -55,13 +55,7 @@ class LeafPlan(NamedTuple):
 
 
 class LeafMaker:
-    """Makes leaves of those of a tree.
-
-    Args:
-        verb: On whose behalf, for messages.
-        leaves: The leaves.
-        spec: The structure of the tree.
-    """
+    """Makes leaves of those of a tree."""
 
     def __init__(self, verb: str, leaves: Sequence[Any], spec: TreeSpec) -> None:
         self._verb, self._leaves, self._spec = verb, leaves, spec
@@ -75,11 +69,7 @@ class LeafMaker:
         return self._paths[leaf]
 
     def shape(self, leaf: int) -> tuple[int, ...]:
-        """Return the shape of a leaf.
-
-        Raises:
-            UnsupportedLeaf: If it is no strided tensor.
-        """
+        """Return the shape of a leaf."""
         value = self._leaves[leaf]
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
@@ -104,7 +94,7 @@ class LeafMaker:
             if _is_spread(one) or _is_spread(other):  # what ranks hold they could compare only together
                 same = one is other or _place_of(one) == _place_of(other)
             elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                same = one is other or safely_equal(_plain(one), _plain(other))
+                same = one is other or safely_equal(as_plain(one), as_plain(other))
             elif is_stored(one) and is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
             else:
@@ -143,11 +133,7 @@ class LeafMaker:
         }
 
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
-        """Return the leaves.
-
-        Raises:
-            TreeMismatch: If a copy would cut a tie.
-        """
+        """Return the leaves."""
         made: dict[Any, Any] = {}
         result = []
         for plan in plans:
@@ -183,7 +169,7 @@ class LeafMaker:
         return identified(tensor, getattr(first, "outline", first))
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
+        sources = {leaf: as_plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:
@@ -261,7 +247,7 @@ class LeafMaker:
         for leaf in {leaf for plan in plans for leaf in plan.sources}:
             tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
-                tensors[leaf] = _plain(tensor)
+                tensors[leaf] = as_plain(tensor)
         keys = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in tensors.items()}
         concerned = {key for leaf, key in keys.items() if leaf in self._copied}
         chosen = [leaf for leaf, key in keys.items() if key in concerned]
@@ -308,16 +294,7 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
 
 
 def _origin_of(value: Any, region: AxisRegion, sizes: Sequence[int]) -> tuple[Any, EngineLeafType, AxisRegion]:
-    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that.
-
-    Args:
-        value: The tensor that it lies in: that one, or one that was converted.
-        region: Where it lies there.
-        sizes: The sizes of its axes.
-
-    Raises:
-        UnsupportedLeaf: If that is made of other blocks, or of what was moved.
-    """
+    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that."""
     if not isinstance(value, ConvertedLeaf):
         leaf_type = leaf_type_of(type(value))
         assert leaf_type is not None
@@ -353,10 +330,6 @@ def _view_key(tensor: torch.Tensor) -> Any:
     steps = tuple([step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     place = storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.dtype
     return (*place, tensor.shape, steps, tensor.is_conj(), tensor.is_neg())
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -58,11 +58,6 @@ class PlannedLeaf(NamedTuple):
 class Rule:
     """Names of both sides, with the pattern between them.
 
-    Args:
-        left: The names of one side.
-        right: Those of the other.
-        pattern: How their axes go together; ``None`` if tensors stay as they are.
-
     Attributes:
         source: The tensors of the side that is converted.
         target: Those of the other one.
@@ -134,12 +129,7 @@ class Rule:
                 raise self._refused("the same axes on both sides", f"{odd} on one")
 
     def matches(self, name: str, *, back: bool = False) -> Iterator[tuple[Place, int, re.Match[str]]]:
-        """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures.
-
-        Args:
-            name: The name.
-            back: Whether it is a name of the other side.
-        """
+        """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures."""
         for number, slot in enumerate(self.target if back else self.source):
             for which, pattern in enumerate(slot.names):
                 found = pattern.match(name)
@@ -165,10 +155,6 @@ class Rule:
         self, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
     ) -> tuple[Sequence[PlannedLeaf], Sequence[str]]:
         """Return what becomes of tensors.
-
-        Args:
-            shapes: Their shapes: one for each slot.
-            sizes: The sizes of axes that are known.
 
         Returns:
             The leaves, and what does not fit, in texts.

@@ -154,11 +154,7 @@ class Delta:
         return Delta(tensors, values, self.table.clone())
 
     def found_in(self, state: StateParts) -> dict[str, int]:
-        """Return the leaves of a tree by their names.
-
-        Raises:
-            TreeMismatch: If they are others than the base's: of other names, dtypes, shapes or layouts.
-        """
+        """Return the leaves of a tree by their names."""
         self.check_table(state.verb)
         leaf_of = {key: leaf for leaf, key in enumerate(state.keys)}
         found, expected = state.table().tolist(), self.table.tolist()

@@ -17,7 +17,7 @@ from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.bits import as_bits, from_bits, same_bytes
+from statetree.spans.bits import as_bits, as_plain, from_bits, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
 from statetree.spans.overlaps import overlaps_itself, shared_elements
@@ -91,9 +91,9 @@ class HeldPart(NamedTuple):
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
     reach = extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) // tensor.itemsize
-    bare = negated_view(tensor) if tensor.is_neg() else tensor
-    bare = torch.conj(bare) if bare.is_conj() else bare
-    return as_bits(bare.as_strided((reach,), (1,)))
+    view = negated_view(tensor) if tensor.is_neg() else tensor
+    view = torch.conj(view) if view.is_conj() else view
+    return as_bits(view.as_strided((reach,), (1,)))
 
 
 def _read(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,11 +116,7 @@ def plain_copy(piece: torch.Tensor) -> torch.Tensor:
 
 
 class LocatedChange:
-    """A change of a part, and where in the memory of its piece it is read from or written to.
-
-    Raises:
-        TreeMismatch: If the change is damaged, or lies outside of what this rank holds.
-    """
+    """A change of a part, and where in the memory of its piece it is read from or written to."""
 
     def __init__(self, verb: str, name: str, change: TensorChange, part: HeldPart) -> None:
         change.check(verb, name)
@@ -204,7 +200,7 @@ class StateParts:
                 sharing = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True) if layout is not None else ()
                 holders = dict(sharing)
                 parts[index] = [
-                    HeldPart(index, shape, box, _bare(piece), (own.index(rank), len(own)))
+                    HeldPart(index, shape, box, as_plain(piece), (own.index(rank), len(own)))
                     for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
                     for own in [holders.get(box, [rank])]
                 ]
@@ -264,10 +260,6 @@ class StateParts:
         With each come the kind of difference, and a text for messages. Parts that lie over each other are tried: all
         changes are written to copies that lie in one memory as the parts do, and each to a copy of its own. Both must
         be the same. Several storages that stand for one memory (NumPy's) cannot be copied as one, and are refused.
-
-        Args:
-            changes: What is written to parts.
-            replaced: The leaves for which others are put: nothing is written to what is inside.
         """
         rows: dict[Any, tuple[str, HeldPart]] = {}
         for name, part in self.tensors.items():
@@ -313,9 +305,4 @@ def _named(key: str, count: int, taken: set[str]) -> list[str]:
 
 def _whole(leaf: int, tensor: torch.Tensor) -> HeldPart:
     shape = tuple(tensor.shape)
-    return HeldPart(leaf, shape, whole_box(shape), _bare(tensor))
-
-
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    bare = tensor.detach()
-    return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
+    return HeldPart(leaf, shape, whole_box(shape), as_plain(tensor))
