@@ -113,6 +113,14 @@ is_profiling: Final[Any] = torch._C._autograd._profiler_enabled
 storage_at: Final[Any] = torch._C._construct_storage_from_data_pointer
 
 
+def uninterrupted_event() -> Any:
+    """Return an object whose ``wait()`` lasts until its ``set_result(None)``: no signal handler runs meanwhile.
+
+    Python's own locks and queues run handlers while they wait. Tried with torch 2.11 to 2.15.
+    """
+    return torch._C.Future([])
+
+
 def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether any tensor is a dual one, of forward-mode differentiation."""
     level = forward_ad._current_level
