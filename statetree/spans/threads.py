@@ -122,7 +122,8 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     count = num_threads(sum(nbytes))
     step = max(1, -(-len(into) // (_TURNS * count if count > 1 else 1)))
     jobs = [_copying(into[at : at + step], of[at : at + step]) for at in range(0, len(into), step)]
-    call_together(jobs, count, [_copying(*zip(*undivided, strict=True))] if undivided else [])
+    last = [_copying([target for target, _ in undivided], [source for _, source in undivided])] if undivided else []
+    call_together(jobs, count, last)
 
 
 def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
