@@ -49,6 +49,9 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
         count: In how many threads. With one, it is this thread.
         last: What is called in this thread when these are over.
     """
+    if count <= 1:
+        _call_all(*jobs, *last)
+        return
     errors: list[BaseException] = []
     waiting = iter(jobs)
     done = uninterrupted_event()
@@ -79,16 +82,13 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
         finally:
             done.set_result(None)
 
-    if count > 1:
-        try:
-            _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last)
-        except RuntimeError:  # no thread can be started; or what comes last fails, as it does again
-            _call_all(*jobs, *last)
-        if errors:
-            del errors[1:]
-            raise errors.pop()  # and keep none: their tracebacks hold what was copied
-    else:
+    try:
+        _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last)
+    except RuntimeError:  # no thread can be started; or what comes last fails, as it does again
         _call_all(*jobs, *last)
+    if errors:
+        del errors[1:]
+        raise errors.pop()  # and keep none: their tracebacks hold what was copied
 
 
 def _call_all(*functions: Callable[[], Any]) -> None:
