@@ -6,6 +6,7 @@ import copy
 import ctypes
 import mmap
 import shutil
+import subprocess
 import sys
 import warnings
 import weakref
@@ -76,6 +77,19 @@ def again_large(state: State) -> list[Contender]:
         return [target.copy_(source) for target, source in zip(targets, sources, strict=True)]
 
     return [*again(state), floor("copy_", copy_each, is_copy_of(State("", sources)))]
+
+
+def beside(busy: int) -> Callable[[State], list[Contender]]:
+    """Stage again while so many other processes want a core each."""
+
+    def contenders(state: State) -> list[Contender]:
+        found = again(state)
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+        for other in others:
+            weakref.finalize(found[0].run, other.kill)  # with the row
+        return found
+
+    return contenders
 
 
 def for_the_first_time(state: State) -> list[Contender]:
@@ -212,6 +226,12 @@ ROWS = (
         (faster("StateDictStager", 12), at_most(2)),
     ),
     Row("stage", "stage again", few_large, again_large, (share(0.95, "copy_"),)),
+    Row("stage", "stage again", of_3_mb, again, (faster("StateDictStager", 2),)),
+    *(
+        Row("stage", f"stage again beside {busy} busy", state, beside(busy), (faster("StateDictStager", 2),), rounds=11)
+        for state in (few_large, of_3_mb)
+        for busy in (1, 2)
+    ),
     Row("stage", "stage again", optimizer_state, again_small),
     Row("stage", "stage again", training_state, again_small),
     *(

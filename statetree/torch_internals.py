@@ -6,7 +6,7 @@ Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is priv
 from __future__ import annotations
 
 import sys
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -102,6 +102,9 @@ is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
 is_profiling: Final[Any] = torch._C._autograd._profiler_enabled
 #: A storage on an address, a device and a number of bytes: no memory is taken for it, and none freed.
 storage_at: Final[Any] = torch._C._construct_storage_from_data_pointer
+#: Makes an object whose ``wait()`` lasts until its ``set_result(None)``, and during which no signal handler runs, as
+#: handlers do while Python's own locks and queues wait.
+uninterrupted_event: Final[Any] = partial(torch._C.Future, [])
 
 
 def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
@@ -272,7 +275,7 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def shared_storage(nbytes: int, descriptor: int | None = None) -> torch.UntypedStorage:
-    """Return host memory that other processes can map: that of a file of this size, if one is given."""
+    """Return host memory that other processes can map: that of an open file of this size, which may be closed then."""
     cls: Any = torch.UntypedStorage  # with methods that its type does not know
     storage: torch.UntypedStorage = (
         cls._new_shared(nbytes, device="cpu") if descriptor is None else cls._new_shared_fd_cpu(descriptor, nbytes)

@@ -16,6 +16,7 @@ from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_itself, reads_of_written
 from statetree.spans.replicate import replicate_columns
+from statetree.spans.threads import copy_together
 from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, copy_all, plain_pair
 from statetree.tree.flatten import unflatten
 
@@ -258,7 +259,7 @@ class _CopyJob:
         return result
 
     def write(self) -> None:
-        """Copy all tensors, in one call."""
+        """Copy all tensors, as in one call."""
         targets, sources = list(self.targets.tensors), list(self.sources.tensors)
         moved = [] if self.disjoint else reads_of_written(self.targets, self.sources)
         if moved:
@@ -267,7 +268,10 @@ class _CopyJob:
                 sources[index] = fresh
         for index in self._special():
             targets[index], sources[index] = plain_pair(targets[index], sources[index])
-        copy_all(targets, sources)
+        if self.targets.on_cpu and self.sources.on_cpu:
+            copy_together(targets, sources, self.targets.nbytes)
+        else:
+            copy_all(targets, sources)
 
     def _special(self) -> list[int]:
         """Return the tensors of whose bits or dtype a plain copy takes no account."""

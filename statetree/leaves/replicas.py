@@ -10,8 +10,8 @@ from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import tied_leaves
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, copy_bytes, extents
-from statetree.spans.replicate import replicate_columns
+from statetree.spans.layout import check_memory, extents
+from statetree.spans.replicate import copy_bytes, replicate_columns
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 

@@ -5,11 +5,11 @@ about thousands of tensors at once, over *columns*. From the top to the bottom:
 
 - ``replicate``: tensors with the same geometry and overlap in other memory.
 - ``overlaps``: whether writing to tensors that share memory depends on the order of writing.
+- ``threads``: copies by threads of our own, each of which takes whole pieces.
 - ``layout``: storages cut into spans, and views made on them.
 - ``memory``: plain, pinned and shared host memory, and memory of a device.
 - ``geometry_cache``: lists of tensors that look like one seen before are not asked again.
 - ``columns``: the attributes of a list of tensors, each as a list.
-- ``positions``: elements taken from tensors, and put into them, by their positions.
 - ``sums``: what only the same bits at the same positions add up to, however they are cut and laid out.
 - ``element_differences``: how elements differ: how many, where, by how much, and within a tolerance.
 - ``bits``: tensors compared bit by bit.

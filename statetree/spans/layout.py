@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.torch_internals import COPIED_AS_INTEGERS, copy_all, set_bits, without_elements
+from statetree.torch_internals import COPIED_AS_INTEGERS, set_bits, without_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -212,39 +212,3 @@ def make_views(
 def as_bytes(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
     """Return bytes ``start`` to ``stop`` of a storage as a ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (stop - start,), (1,))
-
-
-def copy_spans(
-    columns: Columns,
-    layout: SpanLayout,
-    buffers: Sequence[Buffer],
-    views: Sequence[torch.Tensor],
-    *,
-    non_blocking: bool = False,
-) -> None:
-    """Copy the bytes of every span into its buffer.
-
-    Spans that one tensor covers exactly are copied as tensors, all in one call; the others as bytes.
-    """
-    targets, sources = [], []
-    for span, buffer, dense in zip(layout.spans, buffers, layout.dense, strict=True):
-        if span.start == span.stop:
-            continue
-        if dense:
-            targets.append(views[span.source])
-            sources.append(columns.tensors[span.source])
-        else:
-            targets.append(as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
-            sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
-    copy_all(targets, sources, non_blocking=non_blocking)
-
-
-def copy_bytes(sources: Columns, targets: Columns) -> None:
-    """Copy the bytes from each tensor's first to its last one into tensors of the same geometry elsewhere."""
-    into: list[torch.Tensor] = []
-    of: list[torch.Tensor] = []
-    for columns, pieces in ((targets, into), (sources, of)):
-        for index, length in enumerate(extents(columns)):
-            start = columns.offsets[index] * columns.dtypes[index].itemsize
-            pieces.append(as_bytes(columns.storages[index], start, start + length))
-    copy_all(into, of)

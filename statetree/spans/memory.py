@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: From this size on a buffer is an allocation of its own.
 LARGE_BYTES: Final = 1 << 20
-#: How large a slab may become.
-SLAB_BYTES: Final = 64 << 20
+#: How large a slab may become: glibc maps what is larger than 32 MB anew each time, page by page.
+SLAB_BYTES: Final = 16 << 20
 #: Where buffers begin in a slab: at the start of a cache line, which suits every dtype.
 ALIGNMENT: Final = 64
 #: Anonymous mappings are shared with forked processes unless one asks otherwise (which is not possible on Windows).

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, copy_spans, extents, lay_out, make_views
-from statetree.spans.memory import Memory
-from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, quietly
+from statetree.spans.layout import SpanLayout, as_bytes, check_memory, extents, lay_out, make_views
+from statetree.spans.memory import Buffer, Memory
+from statetree.spans.threads import SERIAL_ELEMENTS, copy_together
+from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +87,7 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
     if memory.is_plain_host and columns.own_storages:
         clonable = _clonable(columns)
         if all(clonable):
-            return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
+            return _clones(columns) if copy else list(map(torch.empty_like, columns.tensors))
         if any(clonable):
             return _by_part(columns, reach, clonable, memory, memory, copy=copy)
     layout = lay_out(columns, reach)
@@ -94,6 +96,55 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
     if copy and memory.device.type != "meta":
         copy_spans(columns, layout, buffers, views)
     return views
+
+
+def _clones(columns: Columns) -> list[torch.Tensor]:
+    """Return clones of contiguous tensors in host memory, of which larger ones are copied in threads."""
+    large = [index for index, nbytes in enumerate(columns.nbytes) if nbytes > SERIAL_ELEMENTS]
+    if not large:
+        return clone_all(columns.tensors)
+    fresh = list(columns.tensors)
+    sources = [fresh[index] for index in large]
+    targets = list(map(torch.empty_like, sources))
+    copy_together(targets, sources, [columns.nbytes[index] for index in large])
+    if len(large) == len(fresh):
+        return targets
+    rest = sorted(set(range(len(fresh))).difference(large))
+    for index, clone in chain(
+        zip(large, targets, strict=True), zip(rest, clone_all([fresh[index] for index in rest]), strict=True)
+    ):
+        fresh[index] = clone
+    return fresh
+
+
+def copy_spans(columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], views: Sequence[torch.Tensor]) -> None:
+    """Copy the bytes of every span into its buffer: as a tensor where one covers it exactly, as bytes otherwise."""
+    targets, sources, nbytes = [], [], []
+    for span, buffer, dense in zip(layout.spans, buffers, layout.dense, strict=True):
+        if span.start == span.stop:
+            continue
+        nbytes.append(span.stop - span.start)
+        if dense:
+            targets.append(views[span.source])
+            sources.append(columns.tensors[span.source])
+        else:
+            targets.append(as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
+            sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
+    if columns.on_cpu and buffers[0].storage.device.type == "cpu":
+        copy_together(targets, sources, nbytes)
+    else:
+        copy_all(targets, sources)
+
+
+def copy_bytes(sources: Columns, targets: Columns) -> None:
+    """Copy the bytes from each tensor's first to its last one into tensors of the same geometry elsewhere."""
+    into: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for columns, pieces in ((targets, into), (sources, of)):
+        for index, length in enumerate(extents(columns)):
+            start = columns.offsets[index] * columns.dtypes[index].itemsize
+            pieces.append(as_bytes(columns.storages[index], start, start + length))
+    copy_all(into, of)
 
 
 def _by_part(

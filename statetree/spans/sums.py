@@ -15,7 +15,7 @@ are those of a matrix with a vector, which take about as long as reading the mem
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -24,6 +24,7 @@ import torch
 
 from statetree.chunks.boxes import Box, whole_box
 from statetree.spans.bits import bits_in_pieces
+from statetree.spans.threads import call_together, num_threads
 from statetree.torch_internals import copy_all, is_zero_tensor
 
 if TYPE_CHECKING:
@@ -135,10 +136,15 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
         ``int64`` on the CPU, for each tensor.
     """
     found: dict[int, torch.Tensor] = {}
-    for index, tensor in enumerate(tensors):
-        if not _is_small(tensor):
-            shape = tuple(tensor.shape)
-            found[index] = piece_sums(tensor, whole_box(shape), shape, count).cpu()
+    large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
+
+    def add(index: int) -> None:
+        shape = tuple(tensors[index].shape)
+        found[index] = piece_sums(tensors[index], whole_box(shape), shape, count).cpu()
+
+    nbytes = sum(tensors[index].nbytes for index in large if tensors[index].is_cpu)
+    largest_first = sorted(large, key=lambda index: -tensors[index].nbytes)
+    call_together([partial(add, index) for index in largest_first], min(num_threads(nbytes), len(large)))
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]

@@ -19,6 +19,7 @@ from statetree.leaves.builtin import is_value
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
+from statetree.spans.threads import copy_together
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected
@@ -157,10 +158,13 @@ class FrozenStorages:
             for (storage, span), buffer in zip(missing, fresh, strict=True)
         ]
         filled = [(copy, storage) for copy, (storage, _) in zip(made, missing, strict=True) if copy.stop > copy.start]
-        copy_all(
-            [copy.bytes(copy.stop - copy.start) for copy, _ in filled],
-            [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled],
-        )
+        sizes = [copy.stop - copy.start for copy, _ in filled]
+        targets = [copy.bytes(size) for (copy, _), size in zip(filled, sizes, strict=True)]
+        sources = [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled]
+        if columns.on_cpu:
+            copy_together(targets, sources, sizes)
+        else:
+            copy_all(targets, sources)
         waiting = iter(made)
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))

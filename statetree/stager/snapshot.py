@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
+from statetree.spans.threads import copy_together
 from statetree.stager.batches import Batch, batched
 from statetree.stager.streams import devices_of, synchronize
 from statetree.torch_internals import (
@@ -123,6 +124,7 @@ class Snapshot:
     def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
         self._alone: list[int] = []  # tensors copied as such
         self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span
+        self._nbytes: list[int] = []  # of both
         batched_tensors = set(chain.from_iterable(batch.members for batch in self._batches))
         for index, (span, buffer, dense) in enumerate(zip(layout.spans, buffers, layout.dense, strict=True)):
             if span.start == span.stop or span.source in batched_tensors:
@@ -132,6 +134,8 @@ class Snapshot:
             else:
                 target = as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                 self._rough.append((target, index))
+        self._nbytes = [self.templates[index].nbytes for index in self._alone]
+        self._nbytes += [target.nbytes for target, _ in self._rough]
 
     @property
     def nbytes(self) -> int:
@@ -195,7 +199,10 @@ class Snapshot:
                 span = spans[index]
                 targets.append(target)
                 sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
-        accelerators = [] if columns.on_cpu else devices_of(columns.devices)
-        copy_all(targets, sources, non_blocking=bool(accelerators))
-        synchronize(accelerators)
+        if columns.on_cpu:
+            copy_together(targets, sources, self._nbytes)
+        else:
+            accelerators = devices_of(columns.devices)
+            copy_all(targets, sources, non_blocking=bool(accelerators))
+            synchronize(accelerators)
         return list(map(_fresh, self.templates))

@@ -219,14 +219,14 @@ class Stager:
     def _copy(self, verb: str, captured: CapturedTree) -> Any:
         staged: list[torch.Tensor] = []
         frozen, columns = self._frozen.parted(verb, captured)
-        if columns.tensors:
-            snapshot = self._idle_snapshot(verb, columns)
-            staged = snapshot.fill(columns)
-            self._trim(snapshot)
-        if frozen:
-            copies = self._frozen.copies(verb, captured, frozen)
-            staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
         try:
+            if columns.tensors:
+                snapshot = self._idle_snapshot(verb, columns)
+                staged = snapshot.fill(columns)
+                self._trim(snapshot)
+            if frozen:
+                copies = self._frozen.copies(verb, captured, frozen)
+                staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
             result = captured.put_together(staged)
         except BaseException as error:
             staged = []

@@ -14,7 +14,6 @@ from statetree.spans.layout import (
     MIN_GAP_BYTES,
     Span,
     check_memory,
-    copy_bytes,
     extent_bytes,
     extents,
     holds_memory,
@@ -22,7 +21,7 @@ from statetree.spans.layout import (
     lay_out,
 )
 from statetree.spans.memory import LARGE_BYTES, Memory
-from statetree.spans.replicate import replicate_columns
+from statetree.spans.replicate import copy_bytes, replicate_columns
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes

@@ -401,7 +401,9 @@ def test_a_copy_that_fails_half_way(options, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["/stager/", "/spans/layout.py", "/spans/memory.py", "/leaves/builtin.py"])
+@pytest.mark.parametrize(
+    "file", ["/stager/", "/spans/layout.py", "/spans/memory.py", "/spans/threads.py", "/leaves/builtin.py"]
+)
 def test_an_interrupt_anywhere_leaves_the_stager_usable_by_every_thread(options, file):
     state, other = state_for_faults(0), state_for_faults(500)
     with st.Stager(**options) as stager:

@@ -1,0 +1,196 @@
+"""Copies in threads of our own: the same bytes, waited for whatever happens, and none of torch's threads."""
+
+import os
+import signal
+import threading
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.spans import threads
+from statetree.spans.bits import same_bytes
+from statetree.spans.threads import call_together, copy_together
+from statetree.torch_internals import quietly
+
+SERIAL = threads.SERIAL_ELEMENTS
+
+
+@pytest.fixture(autouse=True)
+def four_threads(monkeypatch):
+    """As on a machine of four cores, where a kilobyte is worth a thread."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(threads, "_WORTH_BYTES", 1024)
+
+
+def numbers(count, dtype):
+    bits = torch.arange(count * dtype.itemsize, dtype=torch.int64).mul_(2654435761).bitwise_right_shift_(9)
+    bits = bits.to(torch.uint8)
+    return bits.bitwise_and_(1).view(dtype) if dtype is torch.bool else bits.view(dtype)
+
+
+def pairs():
+    """Tensors to copy, and others of their shapes and strides."""
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.complex128, torch.float8_e4m3fn)
+    sources = [numbers(2 * SERIAL + 3 * index, dtype) for index, dtype in enumerate(dtypes)]
+    sources += [numbers(3 * SERIAL, torch.int16)[1:], numbers(3 * SERIAL, torch.float32)[::3], numbers(5, torch.int8)]
+    sources += [numbers(SERIAL * 4, torch.float32).view(4, -1).T, numbers(0, torch.float32)]
+    return [(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype), each) for each in sources]
+
+
+def copied(targets, sources):
+    quietly(copy_together)(targets, sources, [target.nbytes for target in targets])
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_every_byte_is_copied():
+    targets, sources = zip(*pairs(), strict=True)
+    copied(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert bits(target).equal(bits(source))
+
+
+def test_bits_are_resolved_and_elements_converted():
+    number = torch.arange(2.0 * SERIAL).to(torch.complex64) * 1j
+    into = [torch.empty(2 * SERIAL, dtype=torch.complex64), torch.empty(2 * SERIAL), torch.empty(2 * SERIAL)]
+    copied(into, [number.conj(), number.conj().imag, torch.arange(2 * SERIAL)])
+    assert into[0].equal(number.conj().resolve_conj())
+    assert into[1].equal(-torch.arange(2.0 * SERIAL))
+    assert into[2].equal(torch.arange(2.0 * SERIAL))
+    zeros = torch._efficientzerotensor(2 * SERIAL)
+    copied(into[1:2], [zeros])
+    assert not into[1].any()
+
+
+def test_torch_divides_none_of_it_and_keeps_its_setting():
+    real, seen = torch._foreach_copy_, []
+
+    def copy(targets, sources):
+        seen.append((threading.get_ident(), max(target.numel() for target in targets)))
+        real(targets, sources)
+
+    lying_alike = [pair for pair in pairs() if pair[1].numel() and pair[1].stride() != (3,)]
+    with mock.patch.object(torch, "_foreach_copy_", copy):
+        copied(*zip(*lying_alike, strict=True))
+    assert len(seen) > 4
+    assert threading.get_ident() not in [thread for thread, _ in seen]
+    assert max(largest for _, largest in seen) <= SERIAL
+
+
+def test_small_trees_start_no_thread(monkeypatch):
+    monkeypatch.setattr(threads, "_WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(threads._thread, "start_new_thread", None)
+    target, source = torch.empty(2 * SERIAL), numbers(2 * SERIAL, torch.float32)
+    copied([target], [source])
+    assert bits(target).equal(bits(source))
+
+
+@pytest.mark.parametrize("torch_has_one", [True, False])
+def test_one_thread_is_enough_where_there_are_no_more(monkeypatch, torch_has_one):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", refuse)
+    if torch_has_one:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    targets, sources = zip(*pairs(), strict=True)
+    copied(targets, sources)
+    assert all(bits(target).equal(bits(source)) for target, source in zip(targets, sources, strict=True))
+
+
+def test_fewer_threads_do_all_of_it(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads.Thread, "start", refuse)
+    done = []
+    call_together([lambda number=number: done.append(number) for number in range(9)], 4)
+    assert sorted(done) == list(range(9))
+
+
+def test_what_fails_is_raised_when_all_threads_are_over():
+    over = []
+
+    def slow():
+        time.sleep(0.05)
+        over.append(True)
+
+    def fail():
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        call_together([slow, fail], 2)
+    assert over == [True]
+
+
+def test_a_signal_is_handled_when_all_threads_are_over():
+    over = []
+
+    def job():
+        time.sleep(0.1)
+        over.append(True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt(len(over))
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="4"):
+            call_together([job] * 4, 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_nothing_is_held_afterwards():
+    target, source = torch.empty(2 * SERIAL), torch.zeros(2 * SERIAL)
+    copied([target], [source])
+    held = [weakref.ref(each) for each in (target, source)]
+
+    def fail(*_):
+        raise MemoryError("no more")
+
+    with mock.patch.object(torch, "_foreach_copy_", fail), pytest.raises(MemoryError, match="no more"):
+        copied([target], [source])
+    del target, source
+    assert [each() for each in held] == [None, None]
+
+
+def test_a_snapshot_is_idle_as_soon_as_its_tree_is_dropped():
+    state = {"w": numbers(20 * SERIAL, torch.float32), "t": numbers(4 * SERIAL, torch.float32).view(2, -1).T}
+    with st.Stager(max_snapshots=1) as stager, mock.patch.object(threads, "_TURNS", 9):
+        for _ in range(20):
+            assert st.similarity(stager.stage(state), state, values=True)
+            assert stager.stats.allocations == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_process_forked_meanwhile_copies_too():
+    targets, sources = zip(*pairs(), strict=True)
+    going_on = threading.Event()
+
+    def stage():
+        while not going_on.is_set():
+            copied([torch.empty_like(each) for each in sources], sources)
+
+    other = threading.Thread(target=stage)
+    other.start()
+    try:
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                copied(targets, sources)
+                os._exit(0 if all(map(same_bytes, targets, sources)) else 1)  # torch's threads would hang here
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        going_on.set()
+        other.join()
