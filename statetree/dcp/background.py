@@ -19,7 +19,7 @@ from statetree.dcp.groups import from_all, group_for, raise_together
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import warn_of_values, write
 from statetree.errors import StateTreeError, chain_of
-from statetree.files.urls import refuse_url
+from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 

@@ -17,13 +17,12 @@ from statetree.chunks.boxes import Box, common, is_covered
 from statetree.dcp.file_manifest import check_file
 from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
-from statetree.files.checked_range import CheckedRange
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.tensor_archives import archive_of
 from statetree.files.torch_format import TorchArchive
+from statetree.files.torch_members import read_members
 from statetree.files.untrusted import refuse
-from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,7 +167,7 @@ class DataFiles:
         entry = f"the entry {index.fqn!r}"
         place = whole.part(len(archive.head), archive.nbytes, entry)
         if verify and not place.is_held:
-            place = CheckedRange(place, entry, "the member 'archive/data/0'", found[0])
+            place = place.checked("the member 'archive/data/0'", found[0])
         elif verify and place.checksum(0, place.length) != found[0]:
             return None
         return StoredPiece(box, place, torch.empty(box.sizes, device="meta").stride())

@@ -30,9 +30,8 @@ from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.stored_parts import SavedParts
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.errors import Difference
-from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.key_texts import UnknownKey, key_of
-from statetree.files.saved_tensors import whole_tensors
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse

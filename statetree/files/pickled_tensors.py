@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.files import pickled_values
-from statetree.files.pickled_values import require, set_attributes
-from statetree.files.unpickling import BadPickle, Known, StoredObject
+from statetree.files.pickled_values import require
+from statetree.files.unpickling import BadPickle, Known, StoredObject, set_attributes
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import set_bits
 
@@ -208,7 +208,7 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(lambda sizes: torch.Size(size_of(sizes))),
     "torch.device": Known(_device),
     "torch._C.Generator": Known(_generator, takes_state=True),
-    "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name]),
+    "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name if type(name) is str else ""]),
     f"{_UTILS}_rebuild_tensor": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v2": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v3": Known(_tensor_v3),

@@ -19,7 +19,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.files.unpickling import BadPickle, Known, StoredObject
+from statetree.files.unpickling import BadPickle, Known, StoredObject, shallow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,21 +35,6 @@ def require(holds: object, what: str) -> None:
     """Raise ``BadPickle`` unless something holds."""
     if not holds:
         raise BadPickle(f"it makes {what} of something else")
-
-
-def set_attributes(target: Any, state: Any) -> Any:
-    """Set attributes of an object, none of which means anything to Python, and return it.
-
-    Raises:
-        BadPickle: If one may.
-    """
-    cls = type(target)
-    for name in state or ():
-        is_plain = type(name) is str and name.isidentifier() and not name.startswith("__")
-        if not is_plain or callable(getattr(cls, name, None)):
-            raise BadPickle("it sets attributes that are no plain ones")
-    target.__dict__.update(state or {})
-    return target
 
 
 def find(name: str) -> Known | None:
@@ -78,6 +63,26 @@ def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
 def _encoded(text: Any = b"", codec: Any = "latin1") -> bytes:
     require(codec in ("latin1", "latin-1") and isinstance(text, (str, bytes)), "bytes")
     return text.encode("latin1") if isinstance(text, str) else text
+
+
+def _set_of(cls: type) -> Callable[..., Any]:
+    return lambda items=(): cls(shallow(items))
+
+
+def _counter(counts: Any = None) -> collections.Counter[Any]:
+    require(counts is None or type(counts) is dict, "a Counter")
+    return collections.Counter(counts)
+
+
+def _ordered(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    pairs = items.items() if type(items) is dict else items  # lists in pickles of Python 2
+    require(all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs), "an OrderedDict")
+    return collections.OrderedDict(zip(shallow(pair[0] for pair in pairs), [pair[1] for pair in pairs], strict=True))
+
+
+def _slice(*bounds: Any) -> slice:
+    require(all(type(bound) in (int, type(None)) for bound in bounds), "a slice")  # which is hashed with its bounds
+    return slice(*bounds)
 
 
 def _moment(cls: Any) -> Callable[..., Any]:
@@ -145,9 +150,11 @@ def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
     return flat.reshape(shape, order="F" if by_columns else "C").copy(order="K")
 
 
-def _seed(state: Any, _cls: Any, _checksum: Any, inline: Any = None) -> Any:
-    entropy, spawned, _pool, pool_size, spawn_key = (state or inline)[:5]
-    require(type(pool_size) is int and pool_size <= 1024, "a SeedSequence")
+def _seed(state: Any, *_args: Any) -> Any:
+    entropy, spawned, _pool, pool_size, spawn_key = state[:5]
+    parts = [entropy] if type(entropy) is int else entropy
+    require(all(type(part) is int for part in (*parts, *spawn_key, pool_size)), "a SeedSequence")
+    require(pool_size <= 1024, "a SeedSequence")
     return _numpy().random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
 
 
@@ -165,16 +172,15 @@ def _bit_generator(state: Any, cls: Any) -> Any:
     return made
 
 
-def _generator(name: str) -> Known:
-    def make(state: Any, inner: Any, *_more: Any) -> Any:
-        np = _numpy()
-        require(isinstance(inner, np.random.BitGenerator), f"a {name}")
-        made = getattr(np.random, name)(inner)
-        if state is not None:
-            made.set_state(_checked(state))
-        return made
+def _generator(name: str, inner: Any) -> Any:
+    require(isinstance(inner, _numpy().random.BitGenerator), f"a {name}")
+    return getattr(_numpy().random, name)(inner)
 
-    return Known(make, takes_state=True)
+
+def _random_state(state: Any, inner: Any, *_more: Any) -> Any:
+    made = _generator("RandomState", inner)
+    made.set_state(_checked(state))
+    return made
 
 
 def _checked(state: Any) -> Any:
@@ -192,20 +198,17 @@ def _checked(state: Any) -> Any:
 
 KNOWN: Final[dict[str, Known]] = {
     **{name: Known(value=cls) for name, cls in CLASSES.items()},
-    **{f"builtins.{cls.__name__}": Known(cls, cls) for cls in (complex, frozenset, set)},
+    "builtins.complex": Known(complex, complex),
+    **{f"builtins.{cls.__name__}": Known(_set_of(cls), cls) for cls in (frozenset, set)},
     "builtins.Ellipsis": Known(value=...),
     "builtins.bytes": Known(lambda: b"", bytes),  # pickle makes empty ones by calling the class
     "builtins.bytearray": Known(lambda *args: bytearray(_encoded(*args))),
     "builtins.range": Known(range),
-    "builtins.slice": Known(slice),
+    "builtins.slice": Known(_slice),
     "builtins.xrange": Known(range),
     "_codecs.encode": Known(_encoded),
-    "collections.Counter": Known(collections.Counter),
-    "collections.OrderedDict": Known(
-        lambda state, *items: set_attributes(collections.OrderedDict(*items), state),
-        collections.OrderedDict,
-        takes_state=True,
-    ),
+    "collections.Counter": Known(_counter),
+    "collections.OrderedDict": Known(_ordered, collections.OrderedDict),
     "collections.defaultdict": Known(collections.defaultdict),
     "collections.deque": Known(collections.deque),
     **{f"datetime.{cls.__name__}": Known(_moment(cls)) for cls in (datetime.date, datetime.datetime, datetime.time)},
@@ -226,6 +229,6 @@ KNOWN: Final[dict[str, Known]] = {
     **dict.fromkeys((f"{_SEEDS}SeedSequence", *_BIT_GENERATORS), Known()),
     f"{_SEEDS}__pyx_unpickle_SeedSequence": Known(_seed, takes_state=True),
     "numpy.random._pickle.__bit_generator_ctor": Known(_bit_generator, takes_state=True),
-    "numpy.random._pickle.__generator_ctor": _generator("Generator"),
-    "numpy.random._pickle.__randomstate_ctor": _generator("RandomState"),
+    "numpy.random._pickle.__generator_ctor": Known(lambda inner, *_more: _generator("Generator", inner)),
+    "numpy.random._pickle.__randomstate_ctor": Known(_random_state, takes_state=True),
 }

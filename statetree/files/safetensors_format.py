@@ -10,14 +10,17 @@ import torch
 
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, file_in, read_index
-from statetree.files.safetensors_header import (
+from statetree.files.json_headers import (
     DTYPES,
+    INDEX,
     MAX_HEADER_BYTES,
     METADATA,
     PACKED,
+    SAFETENSORS_NAMES,
+    file_in,
     is_header,
     read_header,
+    read_index,
 )
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
