@@ -2,7 +2,7 @@
 
 Files are not trusted: nothing in them is executed, sizes are compared with the file before memory is taken.
 
-- ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do, and what it is given.
+- ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
 - ``loading``: ``load``; ``entry_matching``: which leaf belongs to which, by ``key_texts``;
   ``filling``: memory filled from files.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it;

@@ -60,10 +60,8 @@ class Target(NamedTuple):
 def fill(verb: str, targets: Sequence[Target]) -> None:
     """Read what there is to fill. Where two tensors share memory, what is stored must agree.
 
-    Raises:
-        TreeMismatch: If values are too large for the dtype of their tensor; it may be filled in part, and others are.
-            Or if one element would receive several values: it may hold any of them, except that a tensor that overlaps
-            itself keeps what it held.
+    Otherwise, and where values are out of range, it raises ``TreeMismatch``: others are filled then, and these in part,
+    except that a tensor that overlaps itself keeps what it held.
     """
     found: list[Difference] = []
     filled: set[Any] = set()

@@ -160,11 +160,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 
 
 def format_for(path: Path) -> CheckpointFormat:
-    """Return the format that the end of a name stands for: none is a directory.
-
-    Raises:
-        CheckpointError: If it stands for none.
-    """
+    """Return the format that the end of a name stands for: none is a directory."""
     name = path.name.lower()
     found = next((known for known in _FORMATS if known.suffixes and name.endswith(known.suffixes)), None)
     if found is not None and not path.is_dir():

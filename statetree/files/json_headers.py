@@ -68,11 +68,7 @@ def is_header(beginning: bytes) -> bool:
 
 
 def read_header(file: FileRange) -> tuple[list[HeaderEntry], dict[str, str], int]:
-    """Return the tensors and the texts that the header of a file lists, and where the data begin.
-
-    Raises:
-        CheckpointError: If it is damaged, or does not account for every byte of the data.
-    """
+    """Return the tensors and the texts that the header of a file lists, and where the data begin."""
     if file.length < 8:
         refuse(file.path, f"it ends after {file.length} bytes: expected a safetensors file")
     size = int.from_bytes(file.read(0, 8, "the size of the header"), "little")
@@ -143,11 +139,7 @@ def _entry(file: FileRange, key: str, entry: Any) -> HeaderEntry:
 
 
 def file_in(folder: Path, names: Sequence[str]) -> Path | None:
-    """Return the index or the file that a folder holds.
-
-    Raises:
-        CheckpointError: If it holds both.
-    """
+    """Return the index or the file that a folder holds."""
     found = [file for name in names for file in (folder / f"{name}{INDEX}", folder / name) if file.is_file()]
     stems = [file.name.partition(".")[0] for file in found]
     if len(set(stems)) < len(stems):
@@ -156,11 +148,7 @@ def file_in(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def read_index(file: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> dict[str, Any]:
-    """Return what the files hold that an index lists, in its order.
-
-    Raises:
-        CheckpointError: If it is damaged, leads out of its directory, or does not list just what the files hold.
-    """
+    """Return what the files hold that an index lists, in its order."""
     path = file.path
     index = parsed(file, file.read(0, bounded(file, file.length, "the index"), "the index"), "the index")
     weights = index.get("weight_map") if isinstance(index, dict) else None

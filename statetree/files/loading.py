@@ -153,15 +153,7 @@ class LoadOptions(NamedTuple):
 
 @quietly
 def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
-    """Do as ``load``.
-
-    Args:
-        path: As for ``load``.
-        like: As for ``load``.
-        ranks: The ranks that hold ``like``.
-        options: How it is loaded.
-        together: Whether all of the ranks load, and raise if one of them fails.
-    """
+    """Do as ``load``."""
     job = _Whole(options) if like is None else _Filled(like, options, ranks)
 
     def plan() -> None:

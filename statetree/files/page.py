@@ -107,14 +107,7 @@ def _page(tree: Any, found: Similarity | None, *, values: bool) -> Iterator[str]
 def tree_fragments(
     tree: Any, marked: frozenset[str] = frozenset(), *, values: bool = False, above_leaves: str = ""
 ) -> Iterator[str]:
-    """Yield what is shown of a tree: a sum, its bytes as a treemap, figures of shards, and its leaves.
-
-    Args:
-        tree: Any tree.
-        marked: Paths, escaped, that are said in red.
-        values: Whether elements are read, and shown.
-        above_leaves: What is shown above the leaves.
-    """
+    """Yield what is shown of a tree: a sum, its bytes as a treemap, figures of shards, and its leaves."""
     leaves, spec = flatten_for("to_html", tree)
     said = [_said(leaf) for leaf in leaves]
     groups = shared_bytes(leaves)

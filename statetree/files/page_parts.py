@@ -55,14 +55,7 @@ for(;up;up=up.parentElement){up.hidden=false;if(up.open===false)up.open=true}};
 
 
 def panel(leaf: Any, path: str, nbytes: int, *, values: bool) -> tuple[str, str]:
-    """Return what is shown of a leaf that is chosen, and what of its elements deserves notice at once.
-
-    Args:
-        leaf: The leaf.
-        path: Its path, escaped.
-        nbytes: Its bytes.
-        values: Whether its elements are read.
-    """
+    """Return what is shown of a leaf that is chosen, and what of its elements deserves notice at once."""
     words, notice, figure = [f"{nbytes:,} bytes"] if nbytes else [], "", ""
     tensor = leaf.to_local() if is_distributed(leaf) and hasattr(leaf, "to_local") else leaf
     if is_plain(leaf):

@@ -35,11 +35,7 @@ def find(name: str) -> Known | None:
 
 
 def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
-    """Return a size out of a file.
-
-    Raises:
-        BadPickle: If it is none that a tensor can have.
-    """
+    """Return a size out of a file."""
     if type(value) not in (tuple, list, torch.Size) or len(value) > _MAX_DIMS:
         raise BadPickle(f"it has something else where {what} is expected")
     if not all(type(part) is int and 0 <= part <= _LARGEST for part in value):
@@ -57,12 +53,7 @@ def storage_dtypes() -> dict[str, torch.dtype]:
 
 
 def storages(memory: Callable[[str, int, int], torch.UntypedStorage]) -> Callable[..., torch.TypedStorage]:
-    """Return what makes storages of the parts of their persistent ids.
-
-    Args:
-        memory: Given the key of a storage, the number of its elements and the bytes of one, returns its memory. Raises
-            ``BadPickle`` if there is none.
-    """
+    """Return what makes storages of the parts of their persistent ids."""
 
     def storage(*pid: Any) -> torch.TypedStorage:
         if len(pid) < 5 or pid[0] != "storage":

@@ -11,7 +11,6 @@ import collections
 import datetime
 import enum
 import pathlib
-import random
 import re
 import sys
 import types
@@ -99,12 +98,6 @@ def _namespace(cls: type) -> Known:
     return Known(make, takes_state=True)
 
 
-def _random(state: Any) -> random.Random:
-    made = random.Random()
-    made.setstate(state)
-    return made
-
-
 def _numpy() -> Any:
     try:
         import numpy as np
@@ -114,20 +107,6 @@ def _numpy() -> Any:
 
 
 _DTYPE: Final = re.compile(r"[?biufcSUV]\d{0,9}")
-_SEEDS: Final = "numpy.random.bit_generator."
-_BIT_GENERATORS: Final = {
-    f"numpy.random.{module}.{name}": name
-    for module, name in (
-        *(("_mt19937", "MT19937"), ("_pcg64", "PCG64"), ("_pcg64", "PCG64DXSM")),
-        *(("_philox", "Philox"), ("_sfc64", "SFC64")),
-    )
-}
-#: NumPy copies these arrays, and positions in them, without a look: other ones would have it read outside.
-_STATE_ARRAYS: Final = {
-    "key": (("uint32", 624), ("uint64", 2)),
-    **dict.fromkeys(("state", "counter", "buffer"), (("uint64", 4),)),
-}
-_STATE_POSITIONS: Final = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1}
 
 
 def _dtype(state: Any, text: Any, *_flags: Any) -> Any:
@@ -148,52 +127,6 @@ def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
     # NumPy's own ``__setstate__`` takes any shape, and addresses of objects.
     flat = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C").copy(order="K")
-
-
-def _seed(state: Any, *_args: Any) -> Any:
-    entropy, spawned, _pool, pool_size, spawn_key = state[:5]
-    parts = [entropy] if type(entropy) is int else entropy
-    require(all(type(part) is int for part in (*parts, *spawn_key, pool_size)), "a SeedSequence")
-    require(pool_size <= 1024, "a SeedSequence")
-    return _numpy().random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
-
-
-def _bit_generator(state: Any, cls: Any) -> Any:
-    name: Any = _BIT_GENERATORS.get(cls.name) if isinstance(cls, StoredObject) else cls  # older versions pass its name
-    require(name in _BIT_GENERATORS.values(), "a bit generator")
-    np = _numpy()
-    made = getattr(np.random, name)()
-    inner, seed = state if type(state) is tuple else (state, None)
-    if seed is None:
-        made.state = _checked(inner)
-    else:
-        require(type(seed) is np.random.SeedSequence, "a bit generator")
-        made.__setstate__((_checked(inner), seed))
-    return made
-
-
-def _generator(name: str, inner: Any) -> Any:
-    require(isinstance(inner, _numpy().random.BitGenerator), f"a {name}")
-    return getattr(_numpy().random, name)(inner)
-
-
-def _random_state(state: Any, inner: Any, *_more: Any) -> Any:
-    made = _generator("RandomState", inner)
-    made.set_state(_checked(state))
-    return made
-
-
-def _checked(state: Any) -> Any:
-    """Return a random state, unless it is no sound one."""
-    inner = state.get("state")
-    for name, value in (*state.items(), *(inner.items() if type(inner) is dict else ())):
-        if isinstance(value, _numpy().ndarray):
-            require(value.ndim == 1 and (str(value.dtype), value.size) in _STATE_ARRAYS[name], "a random state")
-        elif name in _STATE_POSITIONS:
-            require(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
-        else:
-            require(type(value) in (int, float, str) or value is inner, "a random state")
-    return state
 
 
 KNOWN: Final[dict[str, Known]] = {
@@ -220,15 +153,9 @@ KNOWN: Final[dict[str, Known]] = {
     },
     "argparse.Namespace": _namespace(argparse.Namespace),
     "types.SimpleNamespace": _namespace(types.SimpleNamespace),
-    "random.Random": Known(_random, takes_state=True),
     "uuid.UUID": Known(lambda state: uuid.UUID(int=state["int"]), takes_state=True),
     "numpy.dtype": Known(_dtype, takes_state=True),
     "numpy.ndarray": Known(),
     **{f"numpy.{core}.multiarray.scalar": Known(_scalar) for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": Known(_array, takes_state=True) for core in ("core", "_core")},
-    **dict.fromkeys((f"{_SEEDS}SeedSequence", *_BIT_GENERATORS), Known()),
-    f"{_SEEDS}__pyx_unpickle_SeedSequence": Known(_seed, takes_state=True),
-    "numpy.random._pickle.__bit_generator_ctor": Known(_bit_generator, takes_state=True),
-    "numpy.random._pickle.__generator_ctor": Known(lambda inner, *_more: _generator("Generator", inner)),
-    "numpy.random._pickle.__randomstate_ctor": Known(_random_state, takes_state=True),
 }

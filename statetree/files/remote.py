@@ -50,12 +50,7 @@ def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or d
 
 
 class RemotePath:
-    """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here.
-
-    Args:
-        system: The file system.
-        path: The place, without the protocol.
-    """
+    """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here."""
 
     def __init__(self, system: Any, path: str) -> None:
         self.system = system
@@ -63,11 +58,7 @@ class RemotePath:
 
     @classmethod
     def of(cls, url: str) -> Path:
-        """Return the place that a URL names: to its users, a path.
-
-        Raises:
-            CheckpointError: If fsspec, or what it needs for the protocol, is not installed, or does not know it.
-        """
+        """Return the place that a URL names: to its users, a path."""
         try:
             system, path = import_module("fsspec.core").url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -184,12 +175,7 @@ class RemotePath:
         return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
-        """Return the content of a small file.
-
-        Raises:
-            OSError: If there is none.
-            CheckpointError: If it is larger than the limit.
-        """
+        """Return the content of a small file."""
         size = int(self.info()["size"])
         if size > limit:
             msg = f"{self.name} has {size} bytes: expected at most {limit}"

@@ -64,11 +64,7 @@ class OutOfRange(CheckpointError):
 
 
 def convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
-    """Write what was read into a tensor of another dtype.
-
-    Raises:
-        OutOfRange: If it does not fit.
-    """
+    """Write what was read into a tensor of another dtype."""
     found = out_of_range(source, target.dtype)
     if found is not None:
         what = f"it has elements out of range: expected {found[1]}, got {found[0]}"

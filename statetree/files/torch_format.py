@@ -101,11 +101,7 @@ class TorchArchive:
         return data
 
     def read(self, device: str = "cpu") -> Any:
-        """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file.
-
-        Raises:
-            CheckpointError: If its pickle is damaged, or describes what the archive does not hold.
-        """
+        """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file."""
         data = self._content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
         try:
             with warnings.catch_warnings():
@@ -213,7 +209,8 @@ class TorchFormat(CheckpointFormat):
             tree = read_index(file, read_mapping) if file.path.name.lower().endswith(INDEX) else read(file)
             leaves = flatten(tree)[0]
         except (CyclicTree, TreeTooDeep) as error:
-            refuse(path, f"the tree in it cannot be taken apart: {error}")
+            what = "is nested too deeply" if isinstance(error, TreeTooDeep) else "has a container that holds itself"
+            refuse(path, f"the pickle in data.pkl {what}, at {error.path or '<root>'}")
         foreign = [name for archive in archives for name in archive.foreign]
         foreign += [leaf.name for leaf in leaves if isinstance(leaf, StoredObject)]
         foreign = list(dict.fromkeys(foreign))

@@ -76,12 +76,7 @@ class _Reader(io.RawIOBase):
 
 
 def read_members(file: FileRange) -> dict[str, TorchMember]:
-    """Return the members of an archive by name.
-
-    Raises:
-        CheckpointError: If it is truncated or damaged, or if members are compressed, encrypted, listed twice, overlap
-            each other, are marked as directories, or lie outside of it.
-    """
+    """Return the members of an archive by name."""
     try:
         archive = ZipFile(_Reader(file))
     except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:
@@ -120,11 +115,7 @@ def _member(file: FileRange, info: ZipInfo) -> TorchMember:
 
 
 def read_legacy(file: FileRange) -> tuple[bytes, dict[str, TorchMember]]:
-    """Return the pickle of the tree, and the storages by key.
-
-    Raises:
-        CheckpointError: If the file is damaged, or its storages do not fill it.
-    """
+    """Return the pickle of the tree, and the storages by key."""
     sizes: dict[str, tuple[int, int]] = {}
 
     def memory(key: str, count: int, itemsize: int) -> torch.UntypedStorage:

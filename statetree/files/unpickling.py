@@ -235,11 +235,7 @@ def shallow(keys: Iterable[Any]) -> Iterable[Any]:
 
 
 def set_attributes(target: Any, state: Any) -> Any:
-    """Set attributes of an object, none of which means anything to Python, and return it.
-
-    Raises:
-        BadPickle: If one may.
-    """
+    """Set attributes of an object, none of which means anything to Python, and return it."""
     cls = type(target)
     for name in state or ():
         is_plain = type(name) is str and name.isidentifier() and not name.startswith("__")
