@@ -14,7 +14,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
   elements of a tensor are like.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
-- ``safetensors_format``; ``json_headers``: headers of safetensors, and indices of several files.
+- ``safetensors_format``; ``hugging_face``: folders, and indices of several files.
 - ``torch_format``; ``torch_members``: what lies where in its files, zip archives and older ones;
   ``tensor_archives``: what ``torch.save`` writes of a tensor.
 - ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names

@@ -16,7 +16,7 @@ from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
-from statetree.files.json_headers import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
+from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor
