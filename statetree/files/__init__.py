@@ -9,10 +9,9 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
   ``derived``: the one that stands for a tensor that is made of stored ones when it is read.
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them;
   ``remote``: files behind URLs.
-- ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
-- ``page_parts``: its style and its script, and what a page shows of a leaf that is chosen; ``statistics``: what the
-  elements of a tensor are like.
-- ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
+- ``page``: ``to_html``, a tree as one page to look at; ``page_parts``: its style and script, what it shows of a chosen
+  leaf, and which rank holds which box.
+- ``leaf_text``: leaves in words, and what their elements are like; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
 - ``safetensors_format``; ``hugging_face``: folders, and indices of several files.
 - ``torch_format``; ``torch_members``: what lies where in its files, zip archives and older ones;

@@ -10,11 +10,9 @@ import torch
 
 from statetree.errors import StateTreeError
 from statetree.files.leaf_text import dtype_text, leaf_text
-from statetree.files.page_parts import BODY, SCRIPT, SEARCH, panel
+from statetree.files.page_parts import BODY, SCRIPT, SEARCH, ShardFigures, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE
 from statetree.files.publishing import write_whole
-from statetree.files.shard_figures import STYLE as FIGURE_STYLE
-from statetree.files.shard_figures import ShardFigures
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import brief, human, shape_text
@@ -133,7 +131,7 @@ def tree_fragments(
 
     total = sum(nbytes for _, nbytes in said)
     yield f"<h1>{len(leaves):,} leaves, {human(total)}</h1>"
-    yield f"<style>{PARTS_STYLE}{FIGURE_STYLE}</style>"
+    yield f"<style>{PARTS_STYLE}</style>"
     yield from _treemap(keys, said)
     yield from figures.fragments()
     yield above_leaves
