@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import struct
 import sys
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
@@ -68,7 +68,7 @@ class _Reader(io.RawIOBase):
         self._at = max(0, offset + (0, self._at, self._file.length)[whence])
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         nbytes = min(len(buffer), max(0, self._file.length - self._at))
         buffer[:nbytes] = self._file.read(self._at, nbytes, "what lies in it")
         self._at += nbytes

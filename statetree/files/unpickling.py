@@ -62,13 +62,12 @@ class Known(NamedTuple):
     takes_state: bool = False
 
 
-# The class in C would set attributes and items of anything, and finds `__setstate__` of what it made.
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]  # noqa: SLF001
-    dispatch: Final = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]  # noqa: SLF001
-        if bytes([code]) not in _LEFT_OUT
-    }
+# The one in C has no methods for instructions: it would set attributes and items of anything.
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that type checkers know too little of
+    dispatch: Final = {code: load for code, load in _PythonUnpickler.dispatch.items() if bytes([code]) not in _LEFT_OUT}
 
     def __init__(
         self, file: IO[bytes], find: Callable[[str], Known | None], storage: Callable[..., Any] | None
