@@ -142,9 +142,10 @@ class DataFiles:
         Raises:
             CheckpointError: If its entry is no tensor of this dtype and of the shape of the box.
         """
-        if index in self._pieces:
-            self.files.check(self._pieces[index].file.path)
-            return self._pieces[index]
+        piece = self._pieces.get(index)  # other threads may be here
+        if piece is not None:
+            self.files.check(piece.file.path)
+            return piece
         piece = self._like_torch(index, dtype, box, verify=verify) or self._parsed(index, dtype, box, verify=verify)
         self._pieces[index] = piece
         if piece.file.is_held:  # only the last one stays in memory: the next box may lie in it, too

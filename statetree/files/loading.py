@@ -82,7 +82,7 @@ def load(
 
     Leaves are matched by their paths; where the format keeps names alone, by these (``model.layers.0.weight``). A list
     or tuple of plain values is one leaf. Each rank reads the bytes of its own boxes and, where these lie close
-    together, at most as many between them. Beside the result, one bucket of 16 MiB is in memory.
+    together, at most as many between them. Beside the result, two buckets of 16 MiB are in memory.
 
     Args:
         path: Any checkpoint that ``statetree.files.open`` opens.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -46,6 +45,10 @@ class FileIdentity(NamedTuple):
         return self[:4] == other[:4] and (self.status_ns == other.status_ns or 0 in (self.status_ns, other.status_ns))
 
 
+class _Handle(int):
+    """A descriptor: not the same object as another one of its number, when it was closed."""
+
+
 class OpenFiles:
     """The files of one checkpoint, of which the last few used are open. They are closed when nothing refers to them.
 
@@ -67,7 +70,7 @@ class OpenFiles:
         self.verify = verify
         self.weights_only = weights_only
         self.nbytes_read = 0
-        self._handles: OrderedDict[Path, int] = OrderedDict()
+        self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
@@ -101,32 +104,50 @@ class OpenFiles:
             self._handle(path)
         return self._identities[path]
 
-    def _handle(self, path: Path) -> int:
-        """Return the descriptor of a file, which is opened again if it was closed: then it must be what it was."""
-        if path in self._handles:
-            self._handles.move_to_end(path)
-            return self._handles[path]
-        while len(self._handles) >= _MAX_OPEN:
-            os.close(self._handles.popitem(last=False)[1])
+    def _handle(self, path: Path) -> _Handle:
+        """Return the descriptor of a file, which is opened again if it was closed: then it must be what it was.
+
+        Several threads read without a lock, which a process that is forked meanwhile would inherit.
+        """
+        found = self._handles.get(path)
+        if found is not None:
+            return found
+        for oldest in list(self._handles)[: 1 - _MAX_OPEN]:
+            closed = self._handles.pop(oldest, None)
+            if closed is not None:
+                os.close(closed)
         absolute = self._absolute.setdefault(path, os.path.abspath(path))
         try:
-            handle = os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            handle = _Handle(os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
-        self._handles[path] = handle
-        if path in self._identities:
-            self.check(path)
-        else:
-            self._identities[path] = self._identified(path, handle)
-        return handle
-
-    def _identified(self, path: Path, handle: int) -> FileIdentity:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
+            os.close(handle)
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
-        return FileIdentity.of(about)
+        identity = FileIdentity.of(about)
+        is_first = self._identities.setdefault(path, identity) is identity
+        found = self._handles.setdefault(path, handle)
+        if found is not handle:  # another thread came first
+            os.close(handle)
+        if not is_first:
+            self.check(path)
+        return found
+
+    def _now(self, path: Path) -> FileIdentity:
+        """Return what a file is now."""
+        while True:
+            handle = self._handle(path)
+            try:
+                about = os.fstat(handle)
+            except OSError:
+                if self._handles.get(path) is handle:
+                    raise
+                continue
+            if self._handles.get(path) is handle:  # it was not closed meanwhile
+                return FileIdentity.of(about)
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
@@ -135,7 +156,7 @@ class OpenFiles:
         the process), and after, since a file may be written while it is read. The descriptor tells of writes; what
         lies at the path, of a checkpoint that took this one's place.
         """
-        known, found = self._identities[path], self._identified(path, self._handle(path))
+        known, found = self._identities[path], self._now(path)
         if found.nbytes < known.nbytes:
             refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
         try:
@@ -149,10 +170,15 @@ class OpenFiles:
         """Fill memory with the bytes of a file from an offset on. ``label`` is what they are called in messages."""
         done = 0
         while done < len(view):
+            handle = self._handle(path)
             try:
-                count = os.preadv(self._handle(path), [view[done:]], offset + done)
+                count = os.preadv(handle, [view[done:]], offset + done)
             except OSError as error:
+                if self._handles.get(path) is not handle:
+                    continue
                 refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+            if self._handles.get(path) is not handle:
+                continue  # another thread closed it, and its number may have been another file's
             if not count:
                 refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.nbytes_read += count
