@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.files.remote import RemotePath
+from statetree.files.remote import RemotePath, is_url, refuse_url
 from statetree.files.untrusted import printable, refuse
-from statetree.files.urls import is_url, refuse_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
-from statetree.files.torch_writing import is_loaded
+from statetree.files.torch_format import is_loaded
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable
 from statetree.leaves.casting import castable

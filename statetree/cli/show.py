@@ -13,6 +13,7 @@ from statetree.cli.progress import tracked
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
+from statetree.files.leaf_text import bars, histogram, statistics_of, stats_text
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import human, printable
 
@@ -71,8 +72,6 @@ def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> 
         return OutputLine(name, *item.cells, "", "", "")
     notes = item.notes
     if options.stats:
-        from statetree.files.statistics import bars, statistics_of, stats_text
-
         notes.append(stats_text(statistics_of(item.leaf)))
         notes.append(bars(item.leaf) if options.histogram else "")
     share = "" if item.tied_to and not item.own_bytes else share
@@ -134,8 +133,6 @@ def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
     found = {"key": row.key, "sort": row.kind, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes}
     found |= {"tied_to": row.tied_to} if row.tied_to else {}
     if options.stats:
-        from statetree.files.statistics import histogram, statistics_of
-
         numbers = statistics_of(row.leaf)
         found["stats"] = None if numbers is None else numbers._asdict()
         found |= {"histogram": histogram(row.leaf)} if options.histogram else {}

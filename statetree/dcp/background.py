@@ -19,7 +19,7 @@ from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import write
 from statetree.errors import clear_frames
 from statetree.exchange.call import on_all_ranks
-from statetree.files.urls import refuse_url
+from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 

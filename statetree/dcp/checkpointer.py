@@ -25,7 +25,7 @@ from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StateTreeError
 from statetree.exchange.phases import phase
 from statetree.files.loading import LoadOptions
-from statetree.files.urls import refuse_url
+from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from statetree.chunks.boxes import common, is_covered, whole_box
 from statetree.dcp.file_manifest import Index, check_file
 from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
-from statetree.files.checked_range import CheckedRange
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.tensor_archives import archive_of
 from statetree.files.torch_format import TorchArchive
+from statetree.files.torch_members import read_members
 from statetree.files.untrusted import refuse
-from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,9 +117,10 @@ class DataFiles:
         Raises:
             CheckpointError: If its entry is no tensor of this dtype and of the shape of the box.
         """
-        if index in self._pieces:
-            self.files.check(self._pieces[index].file.path)
-            return self._pieces[index]
+        piece = self._pieces.get(index)  # other threads may be here
+        if piece is not None:
+            self.files.check(piece.file.path)
+            return piece
         piece = self._like_torch(index, dtype, box, verify=verify) or self._parsed(index, dtype, box, verify=verify)
         self._pieces[index] = piece
         if piece.file.is_held:  # only the last one stays in memory: the next box may lie in it, too
@@ -143,7 +143,7 @@ class DataFiles:
         entry = f"the entry {index.key!r}"
         place = whole.part(len(archive.head), archive.nbytes, entry)
         if verify and not place.is_held:
-            place = CheckedRange(place, entry, "the member 'archive/data/0'", found[0])
+            place = place.checked("the member 'archive/data/0'", found[0])
         elif verify and place.checksum(0, place.length) != found[0]:
             return None
         return StoredPiece(box, place, torch.empty(box.sizes, device="meta").stride())

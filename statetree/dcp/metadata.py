@@ -246,7 +246,7 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
     "torch.serialization._get_layout": Known(_ignored),
     f"{_METADATA}._MEM_FORMAT_ENCODING": Known(_ignored),
-    f"{_METADATA}.BytesStorageMetadata": Known(lambda _: StoredEntry(), takes_state=True),
+    f"{_METADATA}.BytesStorageMetadata": Known(lambda: StoredEntry()),
     f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
     f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
     f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),

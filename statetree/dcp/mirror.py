@@ -19,8 +19,7 @@ from statetree.dcp.metadata import METADATA
 from statetree.dcp.series import Series, StepDirectory, name_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError
-from statetree.files.remote import RemotePath
-from statetree.files.urls import is_url
+from statetree.files.remote import RemotePath, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import torch
 
 from statetree.files.ranges import FileRange
 from statetree.files.torch_format import TorchArchive
-from statetree.files.torch_writing import gist as gist
+from statetree.files.torch_format import gist as gist
 from statetree.files.unpickling import BadPickle
 
 #: Never left to torch, which admits it: making one starts a process group.

@@ -16,8 +16,7 @@ from statetree.dcp.saving import write
 from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
 from statetree.errors import Difference
-from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.saved_tensors import whole_tensors
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
 

@@ -8,19 +8,16 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it;
   ``derived``: the one that stands for a tensor that is made of stored ones when it is read.
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them;
-  ``checked_range``: those with a checksum.
-- ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
-- ``page_parts``: its style and its script, and what a page shows of a leaf that is chosen; ``statistics``: what the
-  elements of a tensor are like.
-- ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
+  ``remote``: files behind URLs.
+- ``page``: ``to_html``, a tree as one page to look at; ``page_parts``: its style and script, what it shows of a chosen
+  leaf, and which rank holds which box.
+- ``leaf_text``: leaves in words, and what their elements are like; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
-- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy`` and ``zip_archive``: the formats.
-- ``hugging_face``: folders, and indices of several files.
+- ``safetensors_format``; ``hugging_face``: folders, and indices of several files.
+- ``torch_format``; ``torch_members``: what lies where in its files, zip archives and older ones;
+  ``tensor_archives``: what ``torch.save`` writes of a tensor.
 - ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names
-  in them stand for.
-- ``untrusted``: names and texts out of files; ``urls``: paths that are none; ``remote``: what lies behind them.
-- ``saved_tensors``: what is saved of a tree. ``torch_writing``: ``torch.save`` that says what the system said.
-  ``tensor_archives``: what it writes of a tensor.
+  in them stand for; ``untrusted``: names and texts out of files.
 - ``crc32``: CRC-32, by the fastest library that is installed.
 """
 

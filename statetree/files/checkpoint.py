@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.errors import UnsupportedLeaf
 from statetree.files.page import tree_fragments
+from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
-from statetree.leaves.builtin import is_plain
+from statetree.leaves.builtin import is_distributed, is_plain
+from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.html_fragments import cell
 
 if TYPE_CHECKING:
@@ -135,3 +138,29 @@ def _is_whole(value: Any, depth: int, *, in_tuple: bool) -> bool:
     if cls is dict:
         return in_tuple and depth > 0 and all(_is_whole(each, depth - 1, in_tuple=True) for each in value.values())
     return is_plain(value)
+
+
+def whole_tensors(tree: Any, *, keeps_strides: bool, on_ranks: bool = False) -> Any:
+    """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
+
+    Unless ``on_ranks``, ranks may not hold parts of a leaf, which no file has the whole of; and a few bytes of a file
+    may not stand for many, unless ``keeps_strides``.
+    """
+    made: dict[int, Any] = {}
+
+    def whole(path: key_paths.Path, leaf: Any) -> Any:
+        if is_distributed(leaf) and not on_ranks:
+            msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
+            raise UnsupportedLeaf(msg, path)
+        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:
+            what = "is a view that repeats its elements: expected memory of its own. Leave it out."
+            msg = f"save: the leaf at {path or '<root>'} {what}"
+            raise UnsupportedLeaf(msg, path)
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.tensor()
+        return made[id(leaf)]
+
+    leaves, spec = flatten_for("save", tree)  # and not mapped: a function would get what is read
+    return unflatten(spec, list(map(whole, spec.paths(), leaves)))

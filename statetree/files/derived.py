@@ -66,10 +66,6 @@ class DerivedTensor(StoredTensor):
         for source in self._sources:
             source.look_again()
 
-    def part(self, index: Sequence[slice]) -> torch.Tensor:
-        """Return the elements of a box."""
-        return self.read(index)
-
     def read_block(self, region: AxisRegion, target: torch.Tensor) -> None:
         """Fill a tensor with the elements of a block, a bucket at a time, and convert them to its dtype."""
         hull = region.hull(target.shape)

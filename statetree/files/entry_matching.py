@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import Difference, TreeMismatch
@@ -24,18 +25,8 @@ _EMPTY_REMEDY: Final = (
 _ABSENT: Final = "absent"
 
 
-class Entries:
-    """The leaves of a tree, by what they are matched by: keys as typed texts.
-
-    A list or tuple of plain values is one leaf. A checkpoint that does not say how its entries are nested has keys of
-    texts alone: then the rendered path is what leaves are matched by.
-
-    Attributes:
-        paths: Where they lie.
-        names: The same, rendered.
-        keys: What they are matched by.
-        place: Which leaf has which of these.
-    """
+class _Entries:
+    """The leaves of a tree by typed texts of their keys, or by rendered paths: some formats do not tell the nesting."""
 
     def __init__(self, spec: TreeSpec, *, is_nested: bool = True) -> None:
         self.spec = spec
@@ -43,7 +34,7 @@ class Entries:
         self.keys: list[tuple[Any, ...]] = []
         self.place: dict[tuple[Any, ...], int] = {}
         for path, name in zip(self.paths, self.names, strict=True):
-            key: tuple[Any, ...] = (*map(key_text, path),) if is_nested else (_text_key(name),)
+            key: tuple[Any, ...] = _key(path) if is_nested else (f"s{name}",)
             while key in self.place:  # NaNs are alike
                 key = (*key, None)
             self.place[key] = len(self.keys)
@@ -59,13 +50,13 @@ class Entries:
             key,
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
             tuple([f"s{text[1:]}" if text and text[0] in "@?" else text for text in key]),
-            (_text_key(name),),
+            (f"s{name}",),
         )
         return next((self.place[found] for found in candidates if found in self.place), None)
 
 
-def _text_key(name: str) -> str:
-    return f"s{name}"
+def _key(path: Path) -> tuple[str, ...]:
+    return (*map(key_text, path),)
 
 
 def matched_entries(
@@ -86,12 +77,9 @@ def matched_entries(
         chosen: Which of these are loaded; ``None`` for all, and then the checkpoint may have no others.
         strict: Whether it must have all of them. Otherwise what one side lacks is left alone.
         partly: Whether mappings of the tree may leave out keys of the checkpoint, but for empty ones.
-
-    Raises:
-        TreeMismatch: If leaves are missing, or left over.
     """
     values, spec = flatten_for("load", stored[0], is_leaf=is_entry)
-    theirs, ours = Entries(spec, is_nested=stored[1]), Entries(like)
+    theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)
     found: dict[int, Any] = {}
     taken: dict[int, int] = {}
     for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
@@ -105,25 +93,19 @@ def matched_entries(
         found[index] = values[place]
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
-        left = [place for place in range(len(values)) if place not in taken] if chosen is None else []
-        refuse_all(*_differences(theirs, ours, leaves, [i for i in wanted if i not in found], left, partly=partly))
+        missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
+        left = set(range(len(values))).difference(taken) if chosen is None else set()
+        more, has_empty = _left(theirs, ours, left, partly=partly)
+        refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
     return {index: found[index] for index in wanted if index in found}
 
 
-def _differences(
-    theirs: Entries,
-    ours: Entries,
-    leaves: Sequence[Any],
-    missing: Sequence[int],
-    left: Collection[int],
-    *,
-    partly: bool,
-) -> tuple[list[Difference], str]:
-    """Return why leaves do not match, and the remedy."""
-    if not missing and not left:
-        return [], ""
-    inside = {key[:length] for key in theirs.place for length in range(len(key))}
-    by_name = dict(zip(theirs.names, theirs.paths, strict=True))
+def _missing(
+    theirs: _Entries, ours: _Entries, leaves: Sequence[Any], missing: Sequence[int]
+) -> tuple[list[Difference], bool]:
+    """Return what a checkpoint lacks, and whether it has entries where a list is empty."""
+    inside = {key[:length] for key in theirs.place for length in range(len(key))} if missing else set()
+    by_name = dict(zip(theirs.names, theirs.paths, strict=True)) if missing else {}
     found: list[Difference] = []
     is_empty = False
     for index in missing:
@@ -132,41 +114,29 @@ def _differences(
             is_empty = is_empty or leaves[index] in ([], ())
             found.append(Difference(path, "structure", "several entries", f"one ({type(leaves[index]).__qualname__})"))
             continue
-        other = by_name.get(ours.names[index])
-        if other:
+        if other := by_name.get(ours.names[index]):
             alike = f"the checkpoint has {', '.join(map(exactly, other))}"
             wanted = f"the keys {', '.join(map(exactly, path))} ({alike})"
         found.append(Difference(path, "missing", _ABSENT, wanted))
-    containers = _containers(ours.spec) if left else {}
-    told: set[Any] = set()
+    return found, is_empty
+
+
+def _left(theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: bool) -> tuple[list[Difference], bool]:
+    """Return what a checkpoint has beside a tree, and whether that has an empty container there."""
+    containers = {_key(visit.path): visit for visit in ours.spec.walk() if visit.cls is not None} if left else {}
+    empty: dict[Path, None] = {}
+    found: list[Difference] = []
     for key, place in theirs.place.items():
         if place not in left:
             continue
-        above = next(key[:length] for length in reversed(range(len(key) + 1)) if key[:length] in containers)
-        is_mapping, count = containers[above]
-        if not count:
-            is_empty = True
-            if above not in told:
-                told.add(above)
-                path = Path(theirs.paths[place][: len(above)])
-                found.append(Difference(path, "length", "entries", "an empty container"))
-        elif not (partly and is_mapping) and key[: len(above) + 1] not in ours.place:
+        length = next((n for n in reversed(range(len(key) + 1)) if key[:n] in containers), 0)
+        above = containers.get(key[:length])
+        may_lack = partly and above is not None and above.cls is not None and issubclass(above.cls, Mapping)
+        if above is not None and not above.keys:
+            empty[above.path] = None
+        elif not may_lack and key[: length + 1] not in ours.place:
             found.append(Difference(theirs.paths[place], "missing", "present", _ABSENT))
-    return found, _EMPTY_REMEDY if is_empty else _REMEDY
-
-
-def _containers(spec: TreeSpec) -> dict[tuple[Any, ...], tuple[bool, int]]:
-    """Return for each container whether it is a mapping, and how many children it has."""
-    found: dict[tuple[Any, ...], tuple[bool, int]] = {(): (False, 1)}
-    pending: list[tuple[tuple[Any, ...], int]] = [((), spec.root())]
-    while pending:
-        keys, ref = pending.pop()
-        if ref < 0:
-            container, names = spec.nodes[~ref][:2]
-            found[keys] = container.keyed, len(names)
-            below = zip(names, spec.links()[~ref], strict=True)
-            pending += [((*keys, key_text(name)), child) for name, child in below]
-    return found
+    return [*(Difference(path, "length", "entries", "an empty container") for path in empty), *found], bool(empty)
 
 
 def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from statetree.key_paths import Path
 
 _REMEDY: Final = "Other tensors may be filled. Pass a tree in which these have memory of their own."
+#: From here on a tensor takes much longer to be read than a thread takes to get to it.
+_LARGE_BYTES: Final = 1 << 18
 _RANGE_REMEDY: Final = "Other tensors may be filled. Convert to a dtype of a larger range."
 
 
@@ -60,21 +63,20 @@ class Target(NamedTuple):
 def fill(verb: str, targets: Sequence[Target]) -> None:
     """Read what there is to fill. Where two tensors share memory, what is stored must agree.
 
-    Raises:
-        TreeMismatch: If values are too large for the dtype of their tensor; it may be filled in part, and others are.
-            Or if one element would receive several values: it may hold any of them, except that a tensor that overlaps
-            itself keeps what it held.
+    Otherwise, and where values are out of range, it raises ``TreeMismatch``: others are filled then, and these in part,
+    except that a tensor that overlaps itself keeps what it held.
     """
     found: list[Difference] = []
+    plain: list[Target] = []
+    overlapping: list[Target] = []
     filled: set[Any] = set()
     for target in targets:
         location = location_of(target.tensor)
-        if location in filled:
-            continue  # it is compared below
-        filled.add(location)
-        if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
-            target.read(verb, target.tensor)
-            continue
+        if location not in filled:  # otherwise it is compared below
+            filled.add(location)
+            (overlapping if overlaps_itself(target.tensor.shape, target.tensor.stride()) else plain).append(target)
+    _read_each(verb, plain)
+    for target in overlapping:
         left = once(target.tensor, _with_strides_of(target.tensor, target.fresh(verb)))
         if left is None:
             found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
@@ -86,6 +88,35 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
     found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
     if found:
         raise TreeMismatch.between(verb, found, _REMEDY)
+
+
+def _read_each(verb: str, targets: Sequence[Target]) -> None:
+    """Fill tensors: large ones by two threads, of which one reads while the other sums up what it has read."""
+    large = [t for t in targets if t.tensor.nbytes >= _LARGE_BYTES and t.tensor.device.type == "cpu"]
+    shared = {id(target) for target in large} if len(large) > 1 and torch.get_num_threads() > 1 else set()
+    for target in targets:
+        if id(target) not in shared:
+            target.read(verb, target.tensor)
+    if not shared:
+        return
+    pending, failed = iter(large), False
+
+    @quietly
+    def read() -> None:
+        nonlocal failed
+        try:
+            for target in pending:  # which both threads take from
+                if failed:
+                    return
+                target.read(verb, target.tensor)
+        except BaseException:
+            failed = True
+            raise
+
+    with ThreadPoolExecutor(1) as executor:
+        other = executor.submit(read)
+        read()
+    other.result()
 
 
 def _with_strides_of(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:

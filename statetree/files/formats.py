@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.errors import CheckpointError, with_checks
-from statetree.exchange.call import on_all_ranks
+from statetree.exchange.call import Call, on_all_ranks
+from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import Together, upload_whole, write_whole
 from statetree.files.ranges import OpenFiles
-from statetree.files.remote import RemoteFiles, RemotePath
+from statetree.files.remote import RemoteFiles, RemotePath, is_url
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
-from statetree.files.urls import is_url
 from statetree.leaves.lowering import lies_on_ranks
 from statetree.transforms.gather import gather
 from statetree.tree.flatten import flatten_for
@@ -161,11 +160,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 
 
 def format_for(path: Path) -> CheckpointFormat:
-    """Return the format that the end of a name stands for: none is a directory.
-
-    Raises:
-        CheckpointError: If it stands for none.
-    """
+    """Return the format that the end of a name stands for: none is a directory."""
     name = path.name.lower()
     found = next((known for known in _FORMATS if known.suffixes and name.endswith(known.suffixes)), None)
     if found is not None and not path.is_dir():
@@ -196,8 +191,12 @@ def save(
     A DCP directory is written by all ranks, each chunk by one of those that hold it, and plain
     ``torch.distributed.checkpoint`` reads it. Sparse, nested and quantized tensors, and wrapper subclasses, are saved
     in parts; objects of unknown classes are pickled. Plain values and structure are the first rank's; entries that only
-    some ranks hold are saved as well, and a tensor that is not distributed is taken to be the same on all. One file is
-    written by the first rank, which gathers what is distributed.
+    some ranks hold are saved as well, and a tensor that is not distributed is taken to be the same on all.
+
+    One file is written by one rank: with ``group``, or if a leaf is distributed, by the first one, which gathers what
+    is distributed while the others wait. Otherwise each rank that calls writes on its own, without communication. Of
+    ranks that write the same to one local path, one publishes it, and the others leave it as it is for its readers;
+    ranks that write to one URL pass ``group``.
 
     Args:
         tree: Any tree, ``StoredTensor`` included.
@@ -218,7 +217,8 @@ def save(
         CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.
         UnsupportedLeaf: If a leaf has no elements, cannot be taken apart, or is distributed in a way that the group
             does not know.
-        RankMismatch: If this process is not in the group. Only this one raises.
+        RankMismatch: If ranks that save together name different paths, or if this process is not in the group (only
+            this one raises then).
 
     Example:
         >>> import tempfile, statetree as st, torch
@@ -227,37 +227,55 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
+    ranks = group_of("save", group, None)
+    on_ranks = any(map(lies_on_ranks, flatten_for("save", tree)[0]))
+    is_together = on_ranks or group is not None
+    if not is_together:
+        target, found = _destination(path, shard_bytes)
+        is_together = found.by_all_ranks and ranks.identity is not None
+    if is_together:
+        with Call("save", ranks, path=os.fspath(path)) as call:
+            target, found = _destination(path, shard_bytes)
+            call.agree(Fingerprint(call.described()))
+    by_all = found.by_all_ranks and ranks.identity is not None
+    options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
+    if is_together and not by_all:
+        tree = gather(tree, dst=0, device="cpu", group=group)
+
+    def write(folder: Path) -> list[str]:
+        if is_together and not by_all and ranks.rank:
+            return []
+        return with_checks(found.write, tree, folder, target.name, options)
+
+    together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
+    if isinstance(far := cast("Any", target), RemotePath):
+        upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
+        return
+    by_several = not is_together and ranks.size > 1
+    whole = partial(
+        write_whole,
+        target,
+        is_directory=found.is_directory,
+        overwrite=overwrite,
+        protected=protected,
+        by_several=by_several,
+    )
+    if by_all:
+        _save_by_all(whole, ranks, write)
+    else:
+        together(lambda: whole(write) if ranks.rank == 0 or not is_together else None)
+
+
+def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
     target = _far(path) if is_url(path) else Path(path)
     target = target if target.name and target.name != ".." else target.resolve()
     if not target.name or target.name == "-":
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
     found = format_for(target)
-    options = SaveOptions(shard_bytes, dict(metadata or {}))
     if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
         target = target.with_name(f"{target.name}.index.json")
-    whole = partial(write_whole, target, is_directory=found.is_directory, overwrite=overwrite, protected=protected)
-    ranks = group_of("save", group, None)
-    by_all = found.by_all_ranks and ranks.identity is not None
-    on_ranks = not by_all and any(map(lies_on_ranks, flatten_for("save", tree)[0]))
-    is_gathered = not by_all and (on_ranks or group is not None)
-    if is_gathered:
-        tree = gather(tree, dst=0, device="cpu", group=group)
-    if by_all:
-        options = replace(options, group=ranks.identity)
-
-    def write(folder: Path) -> list[str]:
-        if is_gathered and ranks.rank:
-            return []
-        return with_checks(found.write, tree, folder, target.name, options)
-
-    together: Together = partial(on_all_ranks, "save", ranks) if by_all or is_gathered else _alone
-    if isinstance(far := cast("Any", target), RemotePath):
-        upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
-    elif by_all:
-        _save_by_all(whole, ranks, write)
-    else:
-        together(lambda: whole(write) if ranks.rank == 0 or not is_gathered else None)
+    return target, found
 
 
 def _alone(action: Callable[[], T]) -> T:

@@ -1,10 +1,11 @@
-"""Checkpoints in several files, as Hugging Face has them: an index says which file each tensor is in."""
+"""Checkpoints in several files, as Hugging Face has them: an index, in JSON, says which file each tensor is in."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.files.safetensors_header import bounded, parsed
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
@@ -17,14 +18,12 @@ INDEX: Final = ".index.json"
 #: What the one file in a folder is called, or with ``INDEX`` the index of several.
 SAFETENSORS_NAMES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")
 TORCH_NAMES: Final = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
+#: Of a header or an index: what the safetensors library takes at most, too.
+MAX_JSON_BYTES: Final = 100_000_000
 
 
 def file_in(folder: Path, names: Sequence[str]) -> Path | None:
-    """Return the index or the file that a folder holds.
-
-    Raises:
-        CheckpointError: If it holds both.
-    """
+    """Return the index or the file that a folder holds, which may not hold both."""
     found = [file for name in names for file in (folder / f"{name}{INDEX}", folder / name) if file.is_file()]
     stems = [file.name.partition(".")[0] for file in found]
     if len(set(stems)) < len(stems):
@@ -32,15 +31,32 @@ def file_in(folder: Path, names: Sequence[str]) -> Path | None:
     return found[0] if found else None
 
 
-def read_index(file: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> dict[str, Any]:
-    """Return what the files hold that an index lists, in its order.
+def read_json(file: FileRange, start: int, length: int, what: str) -> dict[str, Any]:
+    """Return the object that a part of a file holds, in which no name is listed twice."""
+    if length > MAX_JSON_BYTES:
+        refuse(file.path, f"{what} has {length} bytes: expected at most {MAX_JSON_BYTES}")
 
-    Raises:
-        CheckpointError: If it is damaged, leads out of its directory, or does not list just what the files hold.
-    """
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) != len(items):
+            twice = Counter(key for key, _ in items).most_common(1)[0][0]
+            refuse(file.path, f"{what} has {twice!r} twice")
+        return made
+
+    try:
+        text = file.read(start, length, what).decode("utf-8")  # of bytes, ``json`` would guess the encoding
+        found = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        refuse(file.path, f"{what} is no JSON: {str(error)[:100]}")
+    if not isinstance(found, dict):
+        refuse(file.path, f"{what} is no JSON object")
+    return found
+
+
+def read_index(file: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> dict[str, Any]:
+    """Return what the files hold that an index lists, in its order: just that, and inside of its directory."""
     path = file.path
-    index = parsed(file, file.read(0, bounded(file, file.length, "the index"), "the index"), "the index")
-    weights = index.get("weight_map") if isinstance(index, dict) else None
+    weights = read_json(file, 0, file.length, "the index").get("weight_map")
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
         refuse(path, "it has no weight_map from names of tensors to names of files")
     shards = {name: file.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}

@@ -47,12 +47,7 @@ def key_text(key: Any) -> str:
 
 
 def key_of(text: str) -> Any:
-    """Return the key that ``key_text`` made a text of.
-
-    Raises:
-        UnknownKey: If it is of a class that cannot be read back.
-        ValueError: If the text is none that ``key_text`` returns.
-    """
+    """Return the key that ``key_text`` made a text of. Raises ``UnknownKey``, or ``ValueError`` for any other text."""
     sort, rest = text[:1], text[1:]
     if sort == "s":
         return rest

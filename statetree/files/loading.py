@@ -82,7 +82,7 @@ def load(
 
     Leaves are matched by their paths; where the format keeps names alone, by these (``model.layers.0.weight``). A list
     or tuple of plain values is one leaf. Each rank reads the bytes of its own boxes and, where these lie close
-    together, at most as many between them. Beside the result, one bucket of 16 MiB is in memory.
+    together, at most as many between them. Beside the result, two buckets of 16 MiB are in memory.
 
     Args:
         path: Any checkpoint that ``statetree.files.open`` opens.
@@ -153,15 +153,7 @@ class LoadOptions(NamedTuple):
 
 @quietly
 def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
-    """Do as ``load``.
-
-    Args:
-        path: As for ``load``.
-        like: As for ``load``.
-        ranks: The ranks that hold ``like``.
-        options: How it is loaded.
-        together: Whether all of the ranks load, and raise if one of them fails.
-    """
+    """Do as ``load``."""
     job = _Whole(options) if like is None else _Filled(like, options, ranks)
 
     def plan() -> None:

@@ -10,11 +10,9 @@ import torch
 
 from statetree.errors import StateTreeError
 from statetree.files.leaf_text import dtype_text, leaf_text
-from statetree.files.page_parts import BODY, SCRIPT, SEARCH, panel
+from statetree.files.page_parts import BODY, SCRIPT, SEARCH, ShardFigures, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE
 from statetree.files.publishing import write_whole
-from statetree.files.shard_figures import STYLE as FIGURE_STYLE
-from statetree.files.shard_figures import ShardFigures
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import brief, human, shape_text
@@ -107,14 +105,7 @@ def _page(tree: Any, found: Similarity | None, *, values: bool) -> Iterator[str]
 def tree_fragments(
     tree: Any, marked: frozenset[str] = frozenset(), *, values: bool = False, above_leaves: str = ""
 ) -> Iterator[str]:
-    """Yield what is shown of a tree: a sum, its bytes as a treemap, figures of shards, and its leaves.
-
-    Args:
-        tree: Any tree.
-        marked: Paths, escaped, that are said in red.
-        values: Whether elements are read, and shown.
-        above_leaves: What is shown above the leaves.
-    """
+    """Yield what is shown of a tree: a sum, its bytes as a treemap, figures of shards, and its leaves."""
     leaves, spec = flatten_for("to_html", tree)
     said = [_said(leaf) for leaf in leaves]
     groups = shared_bytes(leaves)
@@ -140,7 +131,7 @@ def tree_fragments(
 
     total = sum(nbytes for _, nbytes in said)
     yield f"<h1>{len(leaves):,} leaves, {human(total)}</h1>"
-    yield f"<style>{PARTS_STYLE}{FIGURE_STYLE}</style>"
+    yield f"<style>{PARTS_STYLE}</style>"
     yield from _treemap(keys, said)
     yield from figures.fragments()
     yield above_leaves

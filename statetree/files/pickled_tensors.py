@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.files import pickled_values
-from statetree.files.pickled_values import require, set_attributes
-from statetree.files.unpickling import BadPickle, Known, StoredObject
+from statetree.files.pickled_values import require
+from statetree.files.unpickling import BadPickle, Known, StoredObject, set_attributes
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import set_bits
 
@@ -35,11 +35,7 @@ def find(name: str) -> Known | None:
 
 
 def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
-    """Return a size out of a file.
-
-    Raises:
-        BadPickle: If it is none that a tensor can have.
-    """
+    """Return a size out of a file."""
     if type(value) not in (tuple, list, torch.Size) or len(value) > _MAX_DIMS:
         raise BadPickle(f"it has something else where {what} is expected")
     if not all(type(part) is int and 0 <= part <= _LARGEST for part in value):
@@ -57,12 +53,7 @@ def storage_dtypes() -> dict[str, torch.dtype]:
 
 
 def storages(memory: Callable[[str, int, int], torch.UntypedStorage]) -> Callable[..., torch.TypedStorage]:
-    """Return what makes storages of the parts of their persistent ids.
-
-    Args:
-        memory: Given the key of a storage, the number of its elements and the bytes of one, returns its memory. Raises
-            ``BadPickle`` if there is none.
-    """
+    """Return what makes storages of the parts of their persistent ids."""
 
     def storage(*pid: Any) -> torch.TypedStorage:
         if len(pid) < 5 or pid[0] != "storage":
@@ -208,7 +199,7 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(lambda sizes: torch.Size(size_of(sizes))),
     "torch.device": Known(_device),
     "torch._C.Generator": Known(_generator, takes_state=True),
-    "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name]),
+    "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name if type(name) is str else ""]),
     f"{_UTILS}_rebuild_tensor": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v2": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v3": Known(_tensor_v3),

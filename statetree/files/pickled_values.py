@@ -11,7 +11,6 @@ import collections
 import datetime
 import enum
 import pathlib
-import random
 import re
 import sys
 import types
@@ -19,7 +18,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.files.unpickling import BadPickle, Known, StoredObject
+from statetree.files.unpickling import BadPickle, Known, StoredObject, shallow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,21 +34,6 @@ def require(holds: object, what: str) -> None:
     """Raise ``BadPickle`` unless something holds."""
     if not holds:
         raise BadPickle(f"it makes {what} of something else")
-
-
-def set_attributes(target: Any, state: Any) -> Any:
-    """Set attributes of an object, none of which means anything to Python, and return it.
-
-    Raises:
-        BadPickle: If one may.
-    """
-    cls = type(target)
-    for name in state or ():
-        is_plain = type(name) is str and name.isidentifier() and not name.startswith("__")
-        if not is_plain or callable(getattr(cls, name, None)):
-            raise BadPickle("it sets attributes that are no plain ones")
-    target.__dict__.update(state or {})
-    return target
 
 
 def find(name: str) -> Known | None:
@@ -80,6 +64,26 @@ def _encoded(text: Any = b"", codec: Any = "latin1") -> bytes:
     return text.encode("latin1") if isinstance(text, str) else text
 
 
+def _set_of(cls: type) -> Callable[..., Any]:
+    return lambda items=(): cls(shallow(items))
+
+
+def _counter(counts: Any = None) -> collections.Counter[Any]:
+    require(counts is None or type(counts) is dict, "a Counter")
+    return collections.Counter(counts)
+
+
+def _ordered(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    pairs = items.items() if type(items) is dict else items  # lists in pickles of Python 2
+    require(all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs), "an OrderedDict")
+    return collections.OrderedDict(zip(shallow(pair[0] for pair in pairs), [pair[1] for pair in pairs], strict=True))
+
+
+def _slice(*bounds: Any) -> slice:
+    require(all(type(bound) in (int, type(None)) for bound in bounds), "a slice")  # which is hashed with its bounds
+    return slice(*bounds)
+
+
 def _moment(cls: Any) -> Callable[..., Any]:
     # The class takes what it pickled as it is, days and hours that do not exist included. ``replace`` looks at them.
     return lambda *args: cls(*args).replace()
@@ -94,12 +98,6 @@ def _namespace(cls: type) -> Known:
     return Known(make, takes_state=True)
 
 
-def _random(state: Any) -> random.Random:
-    made = random.Random()
-    made.setstate(state)
-    return made
-
-
 def _numpy() -> Any:
     try:
         import numpy as np
@@ -109,20 +107,6 @@ def _numpy() -> Any:
 
 
 _DTYPE: Final = re.compile(r"[?biufcSUV]\d{0,9}")
-_SEEDS: Final = "numpy.random.bit_generator."
-_BIT_GENERATORS: Final = {
-    f"numpy.random.{module}.{name}": name
-    for module, name in (
-        *(("_mt19937", "MT19937"), ("_pcg64", "PCG64"), ("_pcg64", "PCG64DXSM")),
-        *(("_philox", "Philox"), ("_sfc64", "SFC64")),
-    )
-}
-#: NumPy copies these arrays, and positions in them, without a look: other ones would have it read outside.
-_STATE_ARRAYS: Final = {
-    "key": (("uint32", 624), ("uint64", 2)),
-    **dict.fromkeys(("state", "counter", "buffer"), (("uint64", 4),)),
-}
-_STATE_POSITIONS: Final = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1}
 
 
 def _dtype(state: Any, text: Any, *_flags: Any) -> Any:
@@ -145,67 +129,19 @@ def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
     return flat.reshape(shape, order="F" if by_columns else "C").copy(order="K")
 
 
-def _seed(state: Any, _cls: Any, _checksum: Any, inline: Any = None) -> Any:
-    entropy, spawned, _pool, pool_size, spawn_key = (state or inline)[:5]
-    require(type(pool_size) is int and pool_size <= 1024, "a SeedSequence")
-    return _numpy().random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
-
-
-def _bit_generator(state: Any, cls: Any) -> Any:
-    name: Any = _BIT_GENERATORS.get(cls.name) if isinstance(cls, StoredObject) else cls  # older versions pass its name
-    require(name in _BIT_GENERATORS.values(), "a bit generator")
-    np = _numpy()
-    made = getattr(np.random, name)()
-    inner, seed = state if type(state) is tuple else (state, None)
-    if seed is None:
-        made.state = _checked(inner)
-    else:
-        require(type(seed) is np.random.SeedSequence, "a bit generator")
-        made.__setstate__((_checked(inner), seed))
-    return made
-
-
-def _generator(name: str) -> Known:
-    def make(state: Any, inner: Any, *_more: Any) -> Any:
-        np = _numpy()
-        require(isinstance(inner, np.random.BitGenerator), f"a {name}")
-        made = getattr(np.random, name)(inner)
-        if state is not None:
-            made.set_state(_checked(state))
-        return made
-
-    return Known(make, takes_state=True)
-
-
-def _checked(state: Any) -> Any:
-    """Return a random state, unless it is no sound one."""
-    inner = state.get("state")
-    for name, value in (*state.items(), *(inner.items() if type(inner) is dict else ())):
-        if isinstance(value, _numpy().ndarray):
-            require(value.ndim == 1 and (str(value.dtype), value.size) in _STATE_ARRAYS[name], "a random state")
-        elif name in _STATE_POSITIONS:
-            require(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
-        else:
-            require(type(value) in (int, float, str) or value is inner, "a random state")
-    return state
-
-
 KNOWN: Final[dict[str, Known]] = {
     **{name: Known(value=cls) for name, cls in CLASSES.items()},
-    **{f"builtins.{cls.__name__}": Known(cls, cls) for cls in (complex, frozenset, set)},
+    "builtins.complex": Known(complex, complex),
+    **{f"builtins.{cls.__name__}": Known(_set_of(cls), cls) for cls in (frozenset, set)},
     "builtins.Ellipsis": Known(value=...),
     "builtins.bytes": Known(lambda: b"", bytes),  # pickle makes empty ones by calling the class
     "builtins.bytearray": Known(lambda *args: bytearray(_encoded(*args))),
     "builtins.range": Known(range),
-    "builtins.slice": Known(slice),
+    "builtins.slice": Known(_slice),
     "builtins.xrange": Known(range),
     "_codecs.encode": Known(_encoded),
-    "collections.Counter": Known(collections.Counter),
-    "collections.OrderedDict": Known(
-        lambda state, *items: set_attributes(collections.OrderedDict(*items), state),
-        collections.OrderedDict,
-        takes_state=True,
-    ),
+    "collections.Counter": Known(_counter),
+    "collections.OrderedDict": Known(_ordered, collections.OrderedDict),
     "collections.defaultdict": Known(collections.defaultdict),
     "collections.deque": Known(collections.deque),
     **{f"datetime.{cls.__name__}": Known(_moment(cls)) for cls in (datetime.date, datetime.datetime, datetime.time)},
@@ -217,15 +153,9 @@ KNOWN: Final[dict[str, Known]] = {
     },
     "argparse.Namespace": _namespace(argparse.Namespace),
     "types.SimpleNamespace": _namespace(types.SimpleNamespace),
-    "random.Random": Known(_random, takes_state=True),
     "uuid.UUID": Known(lambda state: uuid.UUID(int=state["int"]), takes_state=True),
     "numpy.dtype": Known(_dtype, takes_state=True),
     "numpy.ndarray": Known(),
     **{f"numpy.{core}.multiarray.scalar": Known(_scalar) for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": Known(_array, takes_state=True) for core in ("core", "_core")},
-    **dict.fromkeys((f"{_SEEDS}SeedSequence", *_BIT_GENERATORS), Known()),
-    f"{_SEEDS}__pyx_unpickle_SeedSequence": Known(_seed, takes_state=True),
-    "numpy.random._pickle.__bit_generator_ctor": Known(_bit_generator, takes_state=True),
-    "numpy.random._pickle.__generator_ctor": _generator("Generator"),
-    "numpy.random._pickle.__randomstate_ctor": _generator("RandomState"),
 }

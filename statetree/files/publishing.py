@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import filecmp
 import json
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
@@ -16,13 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from statetree.files.remote import RemotePath
 
-_METADATA: Final = ".metadata"
-#: What statetree.dcp writes beside it.
-_MANIFEST: Final = ".statetree_manifest"
+#: What DCP writes in a directory, and what statetree.dcp writes beside it.
+_DIRECTORY_FILES: Final = (".metadata", ".statetree_manifest")
 _LONGEST_NAME: Final = 100
 _OTHER_NAME: Final = "Choose another name (convert: or pass --force to replace it)."
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,13 +32,8 @@ _MAX_INDEX_BYTES: Final = 256 << 20
 _SHARD: Final = r"-\d{5,}-of-\d{5,}\.safetensors"
 
 
-def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> None:
-    """Raise unless something may be written there.
-
-    Raises:
-        CheckpointError: If there is something already that may not be overwritten, or is no checkpoint; or if the
-            directory above is missing.
-    """
+def _check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> None:
+    """Raise ``CheckpointError`` unless something may be written there."""
     if not path.parent.is_dir():
         _refuse(path, "its directory does not exist", "Make it first.")
     if not os.path.lexists(path):
@@ -56,9 +53,8 @@ def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> Non
 
 def _is_part(file: Path) -> bool:
     """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
-    return (
-        (file.suffix == ".distcp" or file.name in (_METADATA, _MANIFEST)) and file.is_file() and not file.is_symlink()
-    )
+    is_named_so = file.suffix == ".distcp" or file.name in _DIRECTORY_FILES
+    return is_named_so and file.is_file() and not file.is_symlink()
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
@@ -73,6 +69,7 @@ def write_whole(
     is_directory: bool,
     overwrite: bool,
     protected: Collection[Path] = (),
+    by_several: bool = False,
 ) -> None:
     """Write a checkpoint to a folder beside it, and rename its files. What was there stays if writing fails.
 
@@ -82,12 +79,10 @@ def write_whole(
         is_directory: Whether the folder itself is the checkpoint.
         overwrite: Whether what is there is replaced.
         protected: Files and directories of which none is replaced.
-
-    Raises:
-        CheckpointError: If it cannot be written.
+        by_several: Whether other processes may write the same checkpoint now, which is then published once.
     """
     target = path.parent.resolve() / path.name
-    check_destination(target, is_directory=is_directory, overwrite=overwrite)
+    _check_destination(target, is_directory=is_directory, overwrite=overwrite)
     _check_protected(path, [target], protected)
     folder = target.with_name(f".{target.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
     try:
@@ -96,19 +91,23 @@ def write_whole(
         for name in names:
             sync(folder / name)
         sync(folder)
-        check_destination(target, is_directory=is_directory, overwrite=overwrite)
         home = target if is_directory else target.parent
-        old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
-        if is_directory and not old:
-            folder.rename(target)
-        else:
-            there = [home / name for name in names if os.path.lexists(home / name)]
-            if there and not overwrite:
-                _refuse(there[0], "it exists already", _OTHER_NAME)
-            _check_protected(path, [*there, *old], protected)
-            _publish(folder, names, home, old)
-            sync(home)
-        sync(target.parent)
+        with _alone_in(target.parent):
+            # Whoever reads the one that is there would see that it was replaced.
+            if by_several and overwrite and all(_is_same_file(folder / name, home / name) for name in names):
+                return
+            _check_destination(target, is_directory=is_directory, overwrite=overwrite)
+            old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
+            if is_directory and not old:
+                folder.rename(target)
+            else:
+                there = [home / name for name in names if os.path.lexists(home / name)]
+                if there and not overwrite:
+                    _refuse(there[0], "it exists already", _OTHER_NAME)
+                _check_protected(path, [*there, *old], protected)
+                _publish(folder, names, home, old)
+                sync(home)
+            sync(target.parent)
     except (OSError, CheckpointError) as failure:
         error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
         if not isinstance(error, OSError):
@@ -119,6 +118,25 @@ def write_whole(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Let no other process publish in the directory meanwhile."""
+    # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _is_same_file(new: Path, old: Path) -> bool:
+    return old.is_file() and not old.is_symlink() and filecmp.cmp(new, old, shallow=False)
+
+
 #: Has every rank that takes part do something, and all raise if one fails.
 Together = Callable[[Callable[[], Any]], Any]
 
@@ -126,22 +144,15 @@ Together = Callable[[Callable[[], Any]], Any]
 def upload_whole(
     place: RemotePath, write: Callable[[Path], list[str]], together: Together, *, is_directory: bool, overwrite: bool
 ) -> None:
-    """Write a checkpoint to a local folder, on each rank its own, and upload its files.
+    """Write a checkpoint to a local folder, on each rank its own, and upload its files: arguments as ``write_whole``.
 
     The one that speaks of the others comes last, on the rank that wrote it, and goes first where an old checkpoint is
     replaced: what is read at any time is a whole checkpoint, or none. Other files of an old one are left.
-
-    Args:
-        place: Where it goes.
-        write: As for ``write_whole``; on ranks that do not speak of the others it returns nothing.
-        together: Has all ranks do something.
-        is_directory: As for ``write_whole``.
-        overwrite: As for ``write_whole``.
     """
     home = place if is_directory else place.parent
     with TemporaryDirectory() as name:
         folder = Path(name)
-        names: list[str] = []
+        names: list[str] = []  # none on ranks whose files others speak of
 
         def prepare() -> None:
             names.extend(write(folder))
@@ -157,14 +168,12 @@ def upload_whole(
                 if file.name not in names[-1:]:
                     (home / file.name).upload(file)
 
-        together(prepare)
-        together(upload)
-
         def commit() -> None:
             for last in names[-1:]:
                 (home / last).upload(folder / last)
 
-        together(commit)
+        for step in (prepare, upload, commit):
+            together(step)
 
 
 def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -47,6 +45,10 @@ class FileIdentity(NamedTuple):
         return self[:4] == other[:4] and (self.status_ns == other.status_ns or 0 in (self.status_ns, other.status_ns))
 
 
+class _Handle(int):
+    """A descriptor: not the same object as another one of its number, when it was closed."""
+
+
 class OpenFiles:
     """The files of one checkpoint, of which the last few used are open. They are closed when nothing refers to them.
 
@@ -68,7 +70,7 @@ class OpenFiles:
         self.verify = verify
         self.weights_only = weights_only
         self.nbytes_read = 0
-        self._handles: OrderedDict[Path, int] = OrderedDict()
+        self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
@@ -79,11 +81,7 @@ class OpenFiles:
             os.close(handle)
 
     def open(self, path: Path) -> FileRange:
-        """Return a whole file.
-
-        Raises:
-            CheckpointError: If it is no file that can be read.
-        """
+        """Return a whole file. Raises ``CheckpointError`` if it is no file that can be read."""
         return FileRange(self, path, 0, self.identity(path).nbytes)
 
     def listed(self, directory: Path, name: object, listed_in: Path) -> FileRange:
@@ -103,40 +101,53 @@ class OpenFiles:
     def identity(self, path: Path) -> FileIdentity:
         """Return what a file was when it was opened."""
         if path not in self._identities:
-            self.handle(path)
+            self._handle(path)
         return self._identities[path]
 
-    def handle(self, path: Path) -> int:
-        """Return the descriptor of a file.
+    def _handle(self, path: Path) -> _Handle:
+        """Return the descriptor of a file, which is opened again if it was closed: then it must be what it was.
 
-        Raises:
-            CheckpointError: If it cannot be opened, or is no longer the file that it was.
+        Several threads read without a lock, which a process that is forked meanwhile would inherit.
         """
-        if path in self._handles:
-            self._handles.move_to_end(path)
-            return self._handles[path]
-        while len(self._handles) >= _MAX_OPEN:
-            os.close(self._handles.popitem(last=False)[1])
+        found = self._handles.get(path)
+        if found is not None:
+            return found
+        for oldest in list(self._handles)[: 1 - _MAX_OPEN]:
+            closed = self._handles.pop(oldest, None)
+            if closed is not None:
+                os.close(closed)
+        absolute = self._absolute.setdefault(path, os.path.abspath(path))
         try:
-            handle = os.open(
-                self._absolute.setdefault(path, os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            )
+            handle = _Handle(os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
-        self._handles[path] = handle
-        if path in self._identities:
-            self.check(path)
-        else:
-            self._identities[path] = self._identified(path, handle)
-        return handle
-
-    def _identified(self, path: Path, handle: int) -> FileIdentity:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
+            os.close(handle)
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
-        return FileIdentity.of(about)
+        identity = FileIdentity.of(about)
+        is_first = self._identities.setdefault(path, identity) is identity
+        found = self._handles.setdefault(path, handle)
+        if found is not handle:  # another thread came first
+            os.close(handle)
+        if not is_first:
+            self.check(path)
+        return found
+
+    def _now(self, path: Path) -> FileIdentity:
+        """Return what a file is now."""
+        while True:
+            handle = self._handle(path)
+            try:
+                about = os.fstat(handle)
+            except OSError:
+                if self._handles.get(path) is handle:
+                    raise
+                continue
+            if self._handles.get(path) is handle:  # it was not closed meanwhile
+                return FileIdentity.of(about)
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
@@ -145,7 +156,7 @@ class OpenFiles:
         the process), and after, since a file may be written while it is read. The descriptor tells of writes; what
         lies at the path, of a checkpoint that took this one's place.
         """
-        known, found = self._identities[path], self._identified(path, self.handle(path))
+        known, found = self._identities[path], self._now(path)
         if found.nbytes < known.nbytes:
             refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
         try:
@@ -159,10 +170,15 @@ class OpenFiles:
         """Fill memory with the bytes of a file from an offset on. ``label`` is what they are called in messages."""
         done = 0
         while done < len(view):
+            handle = self._handle(path)
             try:
-                count = os.preadv(self.handle(path), [view[done:]], offset + done)
+                count = os.preadv(handle, [view[done:]], offset + done)
             except OSError as error:
+                if self._handles.get(path) is not handle:
+                    continue
                 refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+            if self._handles.get(path) is not handle:
+                continue  # another thread closed it, and its number may have been another file's
             if not count:
                 refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.nbytes_read += count
@@ -174,20 +190,11 @@ class OpenFiles:
 
         self.check(path)
         if path not in self._mapped:
-            with_name = self.by_descriptor(path)
-            self._mapped[path] = torch.UntypedStorage.from_file(
-                with_name, shared=False, nbytes=self.identity(path).nbytes
-            )
+            name = f"/proc/self/fd/{self._handle(path)}"  # what was opened, whatever lies at its path now
+            name = name if os.path.exists(name) else str(path)
+            self._mapped[path] = torch.UntypedStorage.from_file(name, shared=False, nbytes=self.identity(path).nbytes)
         found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
         return found
-
-    def by_descriptor(self, path: Path) -> str:
-        """Return a name of a file that stands for what was opened, whatever lies at its path now."""
-        name = f"/proc/self/fd/{self.handle(path)}"
-        with suppress(OSError):
-            if os.path.samestat(os.stat(name), os.fstat(self.handle(path))):
-                return name
-        return str(path)
 
 
 _NO_FILES: Final = OpenFiles()
@@ -195,8 +202,6 @@ _NO_FILES: Final = OpenFiles()
 
 class FileRange:
     """Some bytes of a file that follow each other, or all of it."""
-
-    __slots__ = ("_entry", "_held", "files", "length", "path", "start")
 
     def __init__(
         self, files: OpenFiles, path: Path, start: int, length: int, entry: str = "", held: memoryview | None = None
@@ -207,6 +212,7 @@ class FileRange:
         self.length = length
         self._entry = entry
         self._held = held
+        self._checksum: tuple[str, int] | None = None  # ``None`` once it was compared
 
     @property
     def label(self) -> str:
@@ -229,16 +235,18 @@ class FileRange:
         return FileRange(self.files, self.path, self.start, self.length, self._entry, held)
 
     def part(self, start: int, length: int, entry: str) -> FileRange:
-        """Return a part of these bytes, under a name for messages.
-
-        Raises:
-            CheckpointError: If it does not lie inside.
-        """
+        """Return a part of these bytes, under a name for messages. Raises unless it lies inside."""
         if start < 0 or length < 0 or start + length > self.length:
             what = f"{entry} lies at {start} to {start + length} of {self.length} bytes: expected inside"
             refuse(self.label, what)
         held = None if self._held is None else self._held[start : start + length]
         return FileRange(self.files, self.path, self.start + start, length, entry, held)
+
+    def checked(self, what: str, checksum: int) -> FileRange:
+        """Return the same bytes, which ``fill`` and ``mapped`` compare with a CRC-32, once."""
+        found = FileRange(self.files, self.path, self.start, self.length, self._entry, self._held)
+        found._checksum = what, checksum
+        return found
 
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
@@ -251,11 +259,36 @@ class FileRange:
         return bytes(found)
 
     def fill(self, view: memoryview, start: int) -> None:
-        """Fill memory with the bytes from ``start`` on, which must lie inside."""
+        """Fill memory with the bytes from ``start`` on, which must lie inside. Any wrong byte of the range raises."""
+        if self._checksum is None or len(view) < self.length:
+            self.verify()
+            self._fill(view, start)
+            return
+        found = 0
+        # Blocks are in the processor's cache when they are summed up. What is fetched comes in few requests.
+        step = max(1, self.length) if self.files.is_remote else CHUNK_BYTES
+        for at in range(0, self.length, step):
+            block = view[at : at + step]
+            self._fill(block, at)
+            found = crc32(block, found)
+        self._compare(found)
+
+    def _fill(self, view: memoryview, start: int) -> None:
         if self._held is not None:
             view[:] = self._held[start : start + len(view)]
-            return
-        self.files.fill(self.path, view, self.start + start, self.label)
+        else:
+            self.files.fill(self.path, view, self.start + start, self.label)
+
+    def verify(self) -> None:
+        """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
+        if self._checksum is not None:
+            self._compare(self.checksum(0, self.length))
+
+    def _compare(self, found: int) -> None:
+        if self._checksum is not None and found != self._checksum[1]:
+            what, expected = self._checksum
+            refuse(self.label, f"{what} has the checksum {found:08x}: expected {expected:08x}")
+        self._checksum = None
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
         """Yield bytes block by block, in memory that the next block takes again."""
@@ -268,16 +301,18 @@ class FileRange:
         if self._held is None:
             self.files.check(self.path)
 
-    def checksum(self, start: int, length: int, before: int = 0) -> int:
-        """Return the CRC-32 of bytes, or of those with the checksum ``before`` and these."""
+    def checksum(self, start: int, length: int) -> int:
+        """Return the CRC-32 of bytes, which are read block by block."""
+        found = 0
         for view in self.blocks(start, length):
-            before = crc32(view, before)
-        return before
+            found = crc32(view, found)
+        return found
 
     def mapped(self) -> torch.UntypedStorage:
         """Return these bytes as a storage, without reading them. What is in memory is copied."""
         import torch  # headers are read without it
 
+        self.verify()
         if not self.length:
             return torch.UntypedStorage(0)
         if self._held is None:

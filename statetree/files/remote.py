@@ -1,12 +1,14 @@
 """Checkpoints behind URLs, by fsspec: paths like those of ``pathlib``, and files of which ranges are fetched.
 
 What fsspec knows as a file system (``s3://``, ``hf://``, ``memory://``, ``https://``) is as good as a disk: a rank
-fetches the ranges that it needs. ``fsspec`` (the extra ``remote``) is loaded when the first URL comes.
+fetches the ranges that it needs. ``fsspec`` (the extra ``remote``) is loaded when the first URL comes. Where URLs are
+not taken, they are refused: a ``Path`` of one would be a local folder ``s3:``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +32,25 @@ _PART_BYTES: Final = 8 << 20
 _AT_ONCE: Final = 8
 #: What changes with a file's content, as file systems name it.
 _MARKS: Final = ("ETag", "etag", "LastModified", "mtime", "created", "checksum", "sha256", "blob_id", "size")
+# A ``Path`` of a URL has lost one of its slashes. A letter alone before the colon is a drive.
+_URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
+
+
+def is_url(path: Any) -> bool:
+    """Whether a path looks like a URL."""
+    name = os.fspath(path)
+    return isinstance(name, str) and _URL.match(name.lstrip()) is not None
+
+
+def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
+    """Raise ``CheckpointError`` if a path looks like a URL."""
+    if is_url(path):
+        msg = f"{verb}: {os.fspath(path)} is no path: expected a local one, got a URL. {remedy}"
+        raise CheckpointError(msg)
 
 
 class RemotePath:
-    """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here.
-
-    Args:
-        system: The file system.
-        path: The place, without the protocol.
-    """
+    """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here."""
 
     def __init__(self, system: Any, path: str) -> None:
         self.system = system
@@ -46,11 +58,7 @@ class RemotePath:
 
     @classmethod
     def of(cls, url: str) -> Path:
-        """Return the place that a URL names: to its users, a path.
-
-        Raises:
-            CheckpointError: If fsspec, or what it needs for the protocol, is not installed, or does not know it.
-        """
+        """Return the place that a URL names: to its users, a path."""
         try:
             system, path = import_module("fsspec.core").url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -173,12 +181,7 @@ class RemotePath:
         return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
-        """Return the content of a small file.
-
-        Raises:
-            OSError: If there is none.
-            CheckpointError: If it is larger than the limit.
-        """
+        """Return the content of a small file."""
         size = int(self.info()["size"])
         if size > limit:
             msg = f"{self.name} has {size} bytes: expected at most {limit}"

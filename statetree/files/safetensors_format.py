@@ -1,8 +1,13 @@
-"""safetensors: tensors that lie side by side, and a header that lists them. One file, or several with an index."""
+"""safetensors: tensors that lie side by side, and a header that lists them. One file, or several with an index.
+
+The header is checked against the file before anything is believed. The safetensors library tells neither where a tensor
+lies in the file, nor that a name is listed twice.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,18 +15,10 @@ import torch
 
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, file_in, read_index
-from statetree.files.safetensors_header import (
-    DTYPES,
-    MAX_HEADER_BYTES,
-    METADATA,
-    PACKED,
-    is_header,
-    read_header,
-)
+from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAMES, file_in, read_index, read_json
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
-from statetree.files.untrusted import is_text, printable
+from statetree.files.untrusted import is_text, printable, refuse
 from statetree.tree.mapping import to_flat
 
 if TYPE_CHECKING:
@@ -30,8 +27,33 @@ if TYPE_CHECKING:
     from statetree.files.checkpoint import SaveOptions
     from statetree.files.ranges import FileRange, OpenFiles
 
-_NAME_OF: Final = {getattr(torch, of): name for name, (of, _) in DTYPES.items()}
 _SUFFIX: Final = ".safetensors"
+_METADATA: Final = "__metadata__"
+#: Two elements a byte: the header counts elements, torch counts bytes.
+_PACKED: Final = "F4"
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    _PACKED: torch.float4_e2m1fn_x2,
+}
+_NAME_OF: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFormat(CheckpointFormat):
@@ -46,7 +68,8 @@ class SafetensorsFormat(CheckpointFormat):
             return file_in(path, SAFETENSORS_NAMES) is not None
         name = path.name.lower()
         is_index = name.endswith(INDEX) and beginning.lstrip()[:1] == b"{"
-        return is_header(beginning) or name.endswith(self.suffixes) or is_index
+        is_header = beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MAX_JSON_BYTES
+        return is_header or name.endswith(self.suffixes) or is_index
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
@@ -81,18 +104,54 @@ class SafetensorsFormat(CheckpointFormat):
 
 
 def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, and add its texts to others."""
-    entries, texts, begin = read_header(file)
+    """Return the tensors of one file, which account for every byte of it, and add its texts to others."""
+    if file.length < 8:
+        refuse(file.path, f"it ends after {file.length} bytes: expected a safetensors file")
+    size = int.from_bytes(file.read(0, 8, "the size of the header"), "little")
+    header = read_json(file, 8, size, "the header")
+    texts = header.pop(_METADATA, None) or {}
+    if not isinstance(texts, dict) or not all(type(value) is str for value in texts.values()):
+        refuse(file.path, "the header has metadata that are no texts")
+    if not all(map(is_text, [*header, *texts, *texts.values()])):
+        refuse(file.path, "the header has names or metadata that are no texts")
+    data = file.part(8 + size, file.length - 8 - size, "the data")
+    places = {key: _place(file, key, entry) for key, entry in header.items()}
+    end = 0
+    for begin, stop, key in sorted((begin, stop, key) for key, (_, _, begin, stop) in places.items()):
+        if begin != end:
+            problem = "overlaps another one" if begin < end else "leaves a gap before it"
+            refuse(file.path, f"the tensor {key!r} begins at byte {begin} and {problem}: expected {end}")
+        end = stop
+    if end != data.length:
+        refuse(file.path, f"the header accounts for {end} bytes of data: the file has {data.length}")
     metadata.update(texts)
-    data = file.part(begin, file.length - begin, "the data")
     return {
-        entry.key: StoredTensor.at(
-            data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}"),
-            getattr(torch, entry.dtype),
-            entry.shape,
-        )
-        for entry in entries
+        key: StoredTensor.at(data.part(begin, stop - begin, f"the tensor {key!r}"), dtype, shape)
+        for key, (dtype, shape, begin, stop) in places.items()
     }
+
+
+def _place(file: FileRange, key: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:
+    """Return the dtype and shape of a tensor as torch has them, and where its bytes begin and stop in the data."""
+    try:
+        name, stated, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = _DTYPES.get(name)
+        is_sound = isinstance(stated, list) and all(type(part) is int and part >= 0 for part in [*stated, begin, stop])
+    except (KeyError, TypeError, ValueError):
+        refuse(file.path, f"the header of the tensor {key!r} is damaged")
+    if not is_sound or len(stated) > 64:
+        refuse(file.path, f"the header of the tensor {key!r} has an impossible shape or offset")
+    if dtype is None:
+        refuse(file.path, f"the tensor {key!r} has the dtype {str(name)[:20]!r}, which torch does not have")
+    shape = stated
+    if name == _PACKED:
+        if not stated or stated[-1] % 2:
+            refuse(file.path, f"the tensor {key!r} has an odd number of elements of half a byte")
+        shape = [*stated[:-1], stated[-1] // 2]
+    need = math.prod(shape) * dtype.itemsize
+    if stop - begin != need or max(need, *stated, 0) > 2**62:
+        refuse(file.path, f"the tensor {key!r} has {stop - begin} bytes: expected {need} for shape {str(stated)[:60]}")
+    return dtype, shape, begin, stop
 
 
 def _tensors(tree: Any) -> dict[str, Any]:
@@ -124,9 +183,9 @@ def _why_not(key: str, leaf: Any) -> str:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
     if hasattr(type(outline), "__tensor_flatten__") or (outline.is_meta and outline is leaf):
         return "a tensor without elements of its own"
-    if _NAME_OF[outline.dtype] == PACKED and not outline.shape:
+    if _NAME_OF[outline.dtype] == _PACKED and not outline.shape:
         return "two numbers in a byte, which no shape stands for"
-    if key == METADATA:
+    if key == _METADATA:
         return "a name that safetensors keep for themselves"
     return "" if is_text(key) else "a name that is no text, which safetensors cannot encode"
 
@@ -146,19 +205,19 @@ def _shards(tensors: dict[str, Any], shard_bytes: int | None) -> list[dict[str, 
 def _write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     # The largest elements first: then all of them are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, object] = {METADATA: metadata}
+    header: dict[str, object] = {_METADATA: metadata}
     at = 0
     for key, tensor in ordered:
         shape = list(tensor.shape)
-        if _NAME_OF[tensor.dtype] == PACKED:
+        if _NAME_OF[tensor.dtype] == _PACKED:
             shape[-1] *= 2
         header[key] = {"dtype": _NAME_OF[tensor.dtype], "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    if len(text) > MAX_JSON_BYTES:
         msg = (
-            f"save: the header of {path.name} takes {len(text)} bytes: expected at most {MAX_HEADER_BYTES}. Write "
+            f"save: the header of {path.name} takes {len(text)} bytes: expected at most {MAX_JSON_BYTES}. Write "
             "several files (shard_bytes), or shorten names (rename)."
         )
         raise CheckpointError(msg)

@@ -64,11 +64,7 @@ class OutOfRange(CheckpointError):
 
 
 def convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
-    """Write what was read into a tensor of another dtype.
-
-    Raises:
-        OutOfRange: If it does not fit.
-    """
+    """Write what was read into a tensor of another dtype."""
     found = out_of_range(source, target.dtype)
     if found is not None:
         what = f"it has elements out of range: expected {found[1]}, got {found[0]}"
@@ -196,10 +192,12 @@ class StoredTensor:
             CheckpointError: If the file was changed since it was opened. Verbs look again when they have copied it.
         """
         self._check()
+        pieces = [] if self._find is None else self._pieces()
         if not self.outline.is_meta or self._find is None:
+            for piece in pieces:
+                piece.file.verify()
             self.look_again()
             return self.outline
-        pieces = self._pieces()
         if self.is_as_stored and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
             mapped = piece.file.mapped()

@@ -34,12 +34,6 @@ def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Seq
     """Fill a tensor with the elements that lie at strides from an offset, both counted in elements.
 
     Elements that lie close together are read at once with what is between them, which is at most as much again.
-
-    Args:
-        file: Where they lie.
-        target: A tensor on the CPU, of one of ``NUMBERS``.
-        offset: Where its first element lies.
-        stride: How far apart its elements lie, in each dim.
     """
     dims = sorted(((step, dim) for dim, step in enumerate(stride) if target.shape[dim] > 1), key=itemgetter(0))
     for step, dim in dims:

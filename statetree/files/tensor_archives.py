@@ -32,15 +32,9 @@ _LINE: Final = struct.Struct("<16xI8x3H12x")
 
 
 class TensorArchive:
-    """An archive without the memory of its tensor.
+    """An archive without the memory of its tensor: the bytes before it, and after it, where its checksum is 0.
 
-    Args:
-        head: The bytes before the memory.
-        nbytes: How many bytes the memory has.
-        end: The bytes after it, where its checksum is 0.
-
-    Raises:
-        ValueError: If torch computes what lies there in another way.
+    Raises ``ValueError`` if torch computes what lies there in another way.
     """
 
     def __init__(self, head: bytes, nbytes: int, end: bytes) -> None:

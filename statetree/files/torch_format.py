@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 import warnings
 from functools import partial
@@ -11,19 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import CheckpointError
-from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
-from statetree.files.saved_tensors import whole_tensors
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor
-from statetree.files.torch_legacy import LEGACY, read_legacy
-from statetree.files.torch_writing import gist, save_as
-from statetree.files.unpickling import BadPickle, read_pickle
+from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_members
+from statetree.files.unpickling import BadPickle, StoredObject, read_pickle
 from statetree.files.untrusted import refuse
-from statetree.files.zip_archive import REWRITE, ZipMember, read_members
 from statetree.leaves.parts import unpack
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload
@@ -31,7 +30,6 @@ from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
@@ -45,14 +43,18 @@ _REFUSALS: Final = (
     *(UnpicklingError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, AssertionError),
     *(NotImplementedError, MemoryError, OverflowError),
 )
+#: The part of what ``torch.load`` says that is not advice for its callers.
+_REASON: Final = re.compile(
+    r"(?:WeightsUnpickler error: |(?=Unsupported (?:global|class|operand)|Trying to load))(.*?)(?:\. | Check the doc|$)"
+)
 
 
 class TorchArchive:
     """A file of ``torch.save``, or what DCP keeps of an entry in one.
 
     Attributes:
-        members: Its members by name. (Files of torch before 1.6 have none: theirs are made up.)
-        foreign: The classes and functions that its pickle names and ``weights_only`` does not admit, once it is read.
+        members: Its members by name; the storages by key, of a file of torch before 1.6.
+        foreign: The classes and functions that its pickle names and that are not known, once it is read.
     """
 
     def __init__(self, file: FileRange) -> None:
@@ -60,13 +62,11 @@ class TorchArchive:
         self.foreign: list[str] = []
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
-        self._unverified: dict[int, ZipMember] = {}
         self._stored: dict[int, StoredTensor] = {}
-        self.prefix = ""
+        self._prefix = ""
         self._legacy_pickle: bytes | None = None
         if file.length >= len(LEGACY[0]) and file.read(0, len(LEGACY[0]), "its beginning") in LEGACY:
-            self._legacy_pickle, storages = read_legacy(file)
-            self.members = {name: ZipMember(name, *found, None) for name, found in storages.items()}
+            self._legacy_pickle, self.members = read_legacy(file)
         else:
             self.members = read_members(file)
             self._check_members()
@@ -78,12 +78,12 @@ class TorchArchive:
             self.refuse("it is a file of TorchScript, which holds code", remedy)
         if len(pickles) != 1:
             self.refuse("it holds no data.pkl, or several: it is no file of torch.save")
-        self.prefix = pickles[0].removesuffix("data.pkl")
-        outside = next((name for name in self.members if not name.startswith(self.prefix)), None)
+        self._prefix = pickles[0].removesuffix("data.pkl")
+        outside = next((name for name in self.members if not name.startswith(self._prefix)), None)
         if outside is not None:
-            self.refuse(f"the member {outside!r} does not lie in {self.prefix}")
-        if f"{self.prefix}byteorder" in self.members:
-            order = self.content("byteorder", 16)
+            self.refuse(f"the member {outside!r} does not lie in {self._prefix}")
+        if f"{self._prefix}byteorder" in self.members:
+            order = self._content("byteorder", 16)
             if order != sys.byteorder.encode():
                 self.refuse(f"its byte order is {order!r}: expected {sys.byteorder}", REWRITE)
 
@@ -91,9 +91,8 @@ class TorchArchive:
         """Raise ``CheckpointError``."""
         refuse(self.file.label, what, *remedy)
 
-    def content(self, name: str, limit: int = _MAX_PICKLE_BYTES) -> bytes:
-        """Return the bytes of a member that is small."""
-        member = self.members[f"{self.prefix}{name}"]
+    def _content(self, name: str, limit: int = _MAX_PICKLE_BYTES) -> bytes:
+        member = self.members[f"{self._prefix}{name}"]
         if member.nbytes > limit:
             self.refuse(f"the member {member.name!r} has {member.nbytes} bytes: expected at most {limit}")
         data = self.file.read(member.start, member.nbytes, f"the member {member.name!r}")
@@ -101,40 +100,32 @@ class TorchArchive:
             self.refuse(f"the member {member.name!r} has the checksum {crc32(data):08x}: expected {member.crc:08x}")
         return data
 
-    def pickle(self) -> bytes:
-        """Return the pickle of the tree."""
-        return self.content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
-
     def read(self, device: str = "cpu") -> Any:
-        """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file.
-
-        Raises:
-            CheckpointError: If its pickle is damaged, or describes what the archive does not hold.
-        """
-        data = self.pickle()
+        """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file."""
+        data = self._content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that typed storages, quantized and nested tensors are old or new
                 tree, self.foreign = read_pickle(data, find, storages(partial(self._memory, device)))
         except BadPickle as bad:
-            self.refuse(f"the pickle in {self.prefix}data.pkl: {bad}")
+            self.refuse(f"the pickle in {self._prefix}data.pkl: {bad}")
         return tree
 
     def _memory(self, device: str, key: str, count: int, itemsize: int) -> torch.UntypedStorage:
         """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
-        member = self.members.get(f"{self.prefix}data/{key}" if self._legacy_pickle is None else key)
+        member = self.members.get(f"{self._prefix}data/{key}" if self._legacy_pickle is None else key)
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
         nbytes = count * itemsize
         if nbytes != member.nbytes:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
         if (device, key) not in self._storages:
-            file = self.file.part(member.start, member.nbytes, member.name)
-            mapped = file.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
-            self._storages[device, key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
-            self._places[storage_key(self._storages[device, key])] = file
+            place = self.file.part(member.start, member.nbytes, member.name)
+            storage = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            self._storages[device, key] = storage = storage if member.start % _ALIGNMENT == 0 else storage.clone()
             if self.file.files.verify and member.crc is not None:
-                self._unverified[storage_key(self._storages[device, key])] = member
+                place = place.checked(f"the member {member.name!r}", member.crc)
+            self._places[storage_key(storage)] = place
         return self._storages[device, key]
 
     def piece(self, tensor: Any) -> StoredPiece | None:
@@ -144,10 +135,8 @@ class TorchArchive:
         file = self._places.get(storage_key(tensor.untyped_storage())) if is_view else None
         if file is None:
             return None
-        whole = whole_box(tensor.shape)
-        return StoredPiece(
-            whole, file, tensor.stride(), int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
-        )
+        offset, bits = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+        return StoredPiece(whole_box(tensor.shape), file, tensor.stride(), offset, bits)
 
     def stored(self, leaf: Any) -> Any:
         """Return what stands for a leaf of the tree, one object for each."""
@@ -161,35 +150,25 @@ class TorchArchive:
         if id(leaf) not in self._stored:
             piece = self.piece(leaf)
             check = partial(self._check, leaf if piece is None else None)
-            find = None if piece is None else lambda _: self._verified(leaf, piece)
-            self._stored[id(leaf)] = StoredTensor(leaf, check, find)
+            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda _: [piece])
         return self._stored[id(leaf)]
 
-    def _verified(self, leaf: torch.Tensor, *pieces: StoredPiece) -> Sequence[StoredPiece]:
-        """Compare the memory of a tensor with its checksum, if that is asked for and was not done yet."""
-        for part in unpack("read", [leaf], list).parts if self._unverified else ():
-            member = self._unverified.get(storage_key(part.untyped_storage()))
-            if member is not None:
-                member.verify(self.file)
-                self._unverified.pop(storage_key(part.untyped_storage()), None)  # other threads may have been here
-        return pieces
-
-    def _check(self, tensor: torch.Tensor | None) -> None:
+    def _check(self, composite: torch.Tensor | None) -> None:
         self.file.files.check(self.file.path)
+        if composite is None:
+            return
+        for part in unpack("read", [composite], list).parts:
+            place = self._places.get(storage_key(part.untyped_storage()))
+            if place is not None:
+                place.verify()
         try:
-            if tensor is not None:
-                self._verified(tensor)
-                check_sparse_indices(tensor)
+            check_sparse_indices(composite)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             self.refuse(f"the indices of a sparse tensor are wrong: {reason}")
 
     def verify(self) -> int:
-        """Compare the members with their checksums. Returns how many there are.
-
-        Raises:
-            CheckpointError: If one does not agree.
-        """
+        """Compare the members with their checksums, and return how many there are."""
         members = [member for member in self.members.values() if member.crc is not None]
         for member in members:
             member.verify(self.file)
@@ -226,8 +205,15 @@ class TorchFormat(CheckpointFormat):
             tree = read(shard)
             return dict(tree) if isinstance(tree, dict) else archives[-1].refuse("it holds no mapping")
 
-        tree = read_index(file, read_mapping) if file.path.name.lower().endswith(INDEX) else read(file)
-        foreign = list(dict.fromkeys(name for archive in archives for name in archive.foreign))
+        try:
+            tree = read_index(file, read_mapping) if file.path.name.lower().endswith(INDEX) else read(file)
+            leaves = flatten(tree)[0]
+        except (CyclicTree, TreeTooDeep) as error:
+            what = "is nested too deeply" if isinstance(error, TreeTooDeep) else "has a container that holds itself"
+            refuse(path, f"the pickle in data.pkl {what}, at {error.path or '<root>'}")
+        foreign = [name for archive in archives for name in archive.foreign]
+        foreign += [leaf.name for leaf in leaves if isinstance(leaf, StoredObject)]
+        foreign = list(dict.fromkeys(foreign))
         if foreign and not skip_foreign:
             what = f"it holds objects of classes that are not loaded ({', '.join(foreign[:5])})"
             remedy = "If you trust it, load it with torch.load(weights_only=False), and save what you need."
@@ -267,3 +253,53 @@ def _is_loose(tree: Any) -> bool:
             low, high, _ = held.get(key, (begin, stop, 0))
             held[key] = (min(low, begin), max(high, stop), tensor.untyped_storage().nbytes())
     return any(size - (high - low) > max(4096, size // 4) for low, high, size in held.values())
+
+
+class _Stream:
+    """A file to write to, until it is closed."""
+
+    def __init__(self, file: Any) -> None:
+        self.write = file.write
+
+    def flush(self) -> None:
+        """There is nothing to flush: whoever opened the file does that."""
+
+    def close(self) -> None:
+        # A writer of torch that broke off writes once more when it is freed. If that raises, the process ends.
+        self.write = len
+
+
+def save_as(value: Any, path: Path) -> None:
+    """Write a value as ``torch.save`` does to a file that is not there yet, and raise what writing raises."""
+    handled = sys.exception()
+    with path.open("xb") as file:
+        stream: Any = _Stream(file)
+        try:
+            torch.save(value, stream)
+        except RuntimeError as error:
+            hidden = error.__context__  # torch's writer closes the archive, and raises that it is not whole
+            if hidden is None or hidden is handled:
+                raise
+            raise hidden from None
+        finally:
+            stream.close()
+
+
+def is_loaded(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` takes a plain value."""
+    if type(value) in (int, float, str, bool, type(None), bytes) and (type(value) is not int or abs(value) < 1 << 1024):
+        return True
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it is, loading would raise it
+        return False
+    return True
+
+
+def gist(error: Exception) -> str:
+    """Return what an error of ``torch.load`` says that is of use to others than its callers."""
+    text = " ".join(str(error)[:10_000].split())
+    found = _REASON.search(text)
+    return (found[1] if found else text)[:200]

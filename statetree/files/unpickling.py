@@ -1,37 +1,31 @@
 """Pickles of files that are not trusted: nothing that they name is imported, called or returned.
 
-``pickle.Unpickler`` makes plain containers, and a ``Record`` of everything that a pickle names. It calls what REDUCE
-and NEWOBJ find, sets attributes for BUILD and items for SETITEM, and hashes keys: so it must not meet anything that
-does more than keep what it is given. Then values are made of the records, the innermost first, by functions that are
-known by name and check their arguments.
+A name stands for what is known of it: a value, or a function that checks what it is given. A name that is not known
+stands for a ``StoredObject``, and so does all that is made of one. No instruction sets items or attributes of anything
+but containers that are known, and no key is hashed before it is known to be shallow, since C code hashes tuples by
+calling itself without a check of the stack.
 
-Depth is bounded, since C code hashes tuples, and frees some objects, by calling itself without a check of the stack.
-Time and memory are not: a pickle that is made for it can cost any amount of both.
+Time and memory are not bounded: a pickle that is made for it can cost any amount of both.
 """
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-#: Levels of containers and records: an OrderedDict in an OrderedDict takes three.
-_MAX_DEPTH: Final = 4000
-_CONTAINERS: Final = frozenset({dict, list, tuple, set, frozenset})
-#: Most values in pickles: looked for first.
-_ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
-#: A tuple in a tuple takes some 55 bytes of the stack to be hashed. A default stack has room for so many.
-_HASH_BYTES: Final = 256
-_FEW_TUPLES: Final = 4000
+_MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
+_DEEPEST_KEY: Final = 100
+#: Python frees a defaultdict in another one by calling itself.
+_MAX_DEFAULTDICTS: Final = 10_000
+#: Instructions that call or find what a pickle says in another way than those below.
+_LEFT_OUT: Final = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.DICT)
 
 
 class BadPickle(Exception):
@@ -48,6 +42,18 @@ class StoredObject:
         return f"<{self.name}: not loaded>"
 
 
+class _NotMade(StoredObject):
+    """What a call would have made that is not known, or failed."""
+
+
+class _Unfinished(StoredObject):
+    """An object that is made once its state is known."""
+
+    def __init__(self, name: str, known: Known, args: tuple[Any, ...]) -> None:
+        super().__init__(name)
+        self.known, self.args = known, args
+
+
 class Known(NamedTuple):
     """What a name stands for: makes the result of a call (of state and arguments), or is a value if not called."""
 
@@ -56,214 +62,183 @@ class Known(NamedTuple):
     takes_state: bool = False
 
 
-class Record:
-    """What a pickle says of an object. Each name is a subclass, and each call of it an instance.
-
-    Attributes:
-        name: The name of the function or class, with its module.
-        args: What it is called with; of a persistent id, its parts.
-        state: What BUILD would set.
-        items: What would be appended, or pairs that would be set; ``None`` if nothing.
-    """
-
-    __slots__ = ("args", "items", "state")
-    name: ClassVar[str] = ""
-    args: tuple[Any, ...]
-    state: Any
-    items: list[Any] | None
-
-    def __new__(cls, *args: Any) -> Record:  # noqa: D102
-        self = super().__new__(cls)
-        self.args, self.state, self.items = args, None, None
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.append((key, value))
-
-    def append(self, item: Any) -> None:
-        """Keep an item."""
-        self.items = self.items or []
-        self.items.append(item)
+# The one in C has no methods for instructions: it would set attributes and items of anything.
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001
 
 
-class _PersistentId(Record):
-    __slots__ = ()
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that type checkers know too little of
+    dispatch: Final = {code: load for code, load in _PythonUnpickler.dispatch.items() if bytes([code]) not in _LEFT_OUT}
 
+    def __init__(
+        self, file: IO[bytes], find: Callable[[str], Known | None], storage: Callable[..., Any] | None
+    ) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.foreign: dict[str, None] = {}
+        self.failures: list[Exception] = []
+        self._find, self._storage = find, storage
+        self._values: dict[str, Any] = {}
+        self._known: dict[int, tuple[str, Known | None]] = {}  # by the ids of these values
+        self._num_defaultdicts = 0
 
-class _Unpickler(pickle.Unpickler):
+    def read(self) -> Any:
+        found = self.load()
+        if self.failures and not self.foreign:
+            raise self.failures[0]
+        return found
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        return type("Record", (Record,), {"__slots__": (), "name": full})
+        if full not in self._values:
+            known = self._find(full)
+            if known is None:
+                self.foreign[full] = None
+            self._values[full] = value = StoredObject(full) if known is None or known.value is None else known.value
+            self._known[id(value)] = full, known
+        return self._values[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        return _PersistentId(*(pid if type(pid) is tuple else (pid,)))
+        if self._storage is None:
+            raise BadPickle("it refers to what is outside of it")
+        return self._storage(*(pid if type(pid) is tuple else (pid,)))
+
+    def load_call(self) -> None:
+        args = self.stack.pop()
+        if id(self.stack[-1]) not in self._known:
+            raise BadPickle(f"it calls what is no name, but a {type(self.stack[-1]).__name__}")
+        name, known = self._known[id(self.stack[-1])]
+        if known is not None and known.takes_state:
+            self.stack[-1] = _Unfinished(name, known, args)
+        else:
+            self.stack[-1] = self._made(name, known, args)
+
+    def _made(self, name: str, known: Known | None, args: Sequence[Any]) -> Any:
+        if known is None or any(isinstance(arg, StoredObject) and self._is_foreign(arg) for arg in args):
+            return _NotMade(name)
+        if known.make is None:
+            raise BadPickle(f"it makes a {name} in an unknown way")
+        try:
+            made = known.make(*args)
+        except CheckpointError:  # a file that changed meanwhile
+            raise
+        except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
+            self.failures.append(error)
+            return _NotMade(name)
+        self._num_defaultdicts += type(made) is defaultdict
+        if self._num_defaultdicts > _MAX_DEFAULTDICTS:
+            raise BadPickle(f"it has more than {_MAX_DEFAULTDICTS} mappings of the class defaultdict")
+        return made
+
+    def _is_foreign(self, value: StoredObject) -> bool:
+        return isinstance(value, _NotMade) or value.name in self.foreign
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, _Unfinished):
+            made = self._made(target.name, target.known, (state, *target.args))
+            self.stack[-1] = made
+            # Its number was given before what its state consists of got theirs.
+            number = next((number for number in reversed(self.memo) if self.memo[number] is target), None)
+            if number is not None:
+                self.memo[number] = made
+        elif type(target) is OrderedDict:
+            set_attributes(target, state)
+        elif not isinstance(target, StoredObject):
+            raise BadPickle(f"it sets the state of a {type(target).__name__}")
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, StoredObject):
+            return
+        if type(target) not in _MAPPINGS:
+            raise BadPickle(f"it sets items of a {type(target).__name__}")
+        for key, value in zip(shallow(items[::2]), items[1::2], strict=True):
+            target[key] = value
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) in (list, deque):
+            target.extend(items)
+        elif not isinstance(target, StoredObject):
+            raise BadPickle(f"it appends to a {type(target).__name__}")
+
+    def load_additems(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        if type(target) is not set:
+            raise BadPickle(f"it adds to a {type(target).__name__}")
+        target.update(shallow(items))
+
+    def load_frozenset(self) -> None:
+        self.stack.append(frozenset(shallow(self.pop_mark())))
+
+    dispatch.update(
+        {
+            pickle.REDUCE[0]: load_call,
+            pickle.NEWOBJ[0]: load_call,
+            pickle.BUILD[0]: load_build,
+            pickle.SETITEM[0]: load_setitem,
+            pickle.SETITEMS[0]: load_setitems,
+            pickle.APPEND[0]: load_append,
+            pickle.APPENDS[0]: load_appends,
+            pickle.ADDITEMS[0]: load_additems,
+            pickle.FROZENSET[0]: load_frozenset,
+        }
+    )
 
 
 def read_pickle(
-    data: bytes, find: Callable[[str], Known | None], storage: Callable[..., Any] | None = None
+    data: bytes | IO[bytes], find: Callable[[str], Known | None], storage: Callable[..., Any] | None = None
 ) -> tuple[Any, list[str]]:
     """Return what a pickle holds, and the names in it of which objects are not loaded.
 
     Args:
-        data: The pickle.
+        data: The pickle, or a file that stands where it begins.
         find: Returns what a name stands for; ``None`` if it is not known.
         storage: Returns what the parts of a persistent id stand for. Without it, there may be none.
 
     Raises:
-        BadPickle: If it is damaged, nested too deeply, or holds what cannot be made.
+        BadPickle: If it is damaged, or holds what cannot be made.
     """
-    copyreg.clear_extension_cache()  # what pickle found for a number by itself: it would not ask again
+    unpickler = _Unpickler(io.BytesIO(data) if isinstance(data, bytes) else data, find, storage)
     try:
-        making = _Making(find, storage)
-        return making.made(_records(data)), list(making.foreign)
-    except (BadPickle, CheckpointError):  # the latter of a file that changed meanwhile
+        return unpickler.read(), list(unpickler.foreign)
+    except (BadPickle, CheckpointError):
         raise
     except (IndexError, KeyError, EOFError, pickle.UnpicklingError):
         raise BadPickle("it is cut off, or refers to what it does not hold") from None
-    except Exception as error:  # noqa: BLE001 - records and functions are given anything
+    except Exception as error:  # noqa: BLE001 - functions are given anything
         raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
-    finally:
-        copyreg.clear_extension_cache()
 
 
-def _records(data: bytes) -> Any:
-    """Load on a stack on which the deepest key that the pickle may have can be hashed. It takes memory when used."""
-    load = _Unpickler(io.BufferedReader(io.BytesIO(data)), encoding="utf-8").load
-    tuples = sum(map(data.count, (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)))
-    tuples += min(data.count(pickle.TUPLE), data.count(pickle.MARK))
-    if tuples <= _FEW_TUPLES:
-        return load()
-    with ThreadPoolExecutor(1) as executor:
-        before = threading.stack_size(((tuples * _HASH_BYTES >> 20) + 8) << 20)
-        try:
-            running = executor.submit(load)
-        finally:
-            threading.stack_size(before)
-        return running.result()
+def shallow(keys: Iterable[Any]) -> Iterable[Any]:
+    """Return keys, none of which is nested so deeply that its hash would need much of the stack."""
+    inside = keys = list(keys)
+    for _ in range(_DEEPEST_KEY):
+        nested = {id(key): key for key in inside if type(key) in (tuple, frozenset)}
+        if not nested:
+            return keys
+        inside = [part for key in nested.values() for part in key]
+    raise BadPickle("it has a key that is nested too deeply")
 
 
-class _Failure(Exception):
-    """Why a value cannot be made."""
-
-
-class _Making:
-    """Makes the values of records and containers, by their ids: what is one object stays one.
-
-    A stack of its own stands for recursion, which Python would end at a thousand levels. What is inside of a container
-    comes before it, so that a hash is only ever taken of what is finished, and is known to be shallow.
-    """
-
-    def __init__(self, find: Callable[[str], Known | None], storage: Callable[..., Any] | None) -> None:
-        self.foreign: dict[str, None] = {}
-        self._find, self._storage = find, storage
-        self._names: dict[str, Known | None] = {}
-        self._values: dict[int, Any] = {}
-        self._heights: dict[int, int] = {}  # 0 for those that are entered, and not made yet
-
-    def made(self, root: Any) -> Any:
-        pending: list[tuple[Any, list[Any] | None]] = [(root, None)] if _has_parts(root) else []
-        heights = self._heights
-        depth = 0
-        while pending:
-            value, inside = pending.pop()
-            if inside is None:
-                if heights.get(id(value)):
-                    continue
-                inside = [part for part in self._inside(value) if _has_parts(part)]
-                if inside:
-                    heights[id(value)] = 0
-                    depth += 1
-                    if 0 in [heights.get(id(part)) for part in inside]:
-                        raise BadPickle("it has a container that holds itself")
-                    if depth > _MAX_DEPTH:
-                        raise BadPickle("it is nested too deeply")
-                    pending += [(value, inside), *[(part, None) for part in inside]]
-                    continue
-            else:  # it was made meanwhile
-                depth -= 1
-            heights[id(value)] = height = 1 + max([heights[id(part)] for part in inside], default=0)
-            try:
-                self._values[id(value)] = self._value_of(value)
-            except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
-                self._values[id(value)] = _Failure(error)
-            if height > _MAX_DEPTH:
-                raise BadPickle("it is nested too deeply")
-        return self._part(root)
-
-    def _known(self, name: str) -> Known | None:
-        if name not in self._names:
-            self._names[name] = self._find(name)
-            if self._names[name] is None:
-                self.foreign[name] = None
-        return self._names[name]
-
-    def _inside(self, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, Record):
-            return (*value, *value.values()) if type(value) is dict else tuple(value)
-        return *value.args, value.state, value.items
-
-    def _part(self, value: Any, *, is_argument: bool = False) -> Any:
-        if type(value) in _ATOMS:
-            return value
-        if _has_parts(value):
-            made = self._values[id(value)]
-            if isinstance(made, _Failure):
-                raise made.args[0]
-            return made
-        if not (isinstance(value, type) and issubclass(value, Record)):
-            return value
-        known = self._known(value.name)
-        if known is not None and known.value is not None:
-            return known.value
-        if not is_argument:  # a class as a value: not loaded, either
-            self.foreign[value.name] = None
-        return StoredObject(value.name)
-
-    def _value_of(self, value: Any) -> Any:
-        if not isinstance(value, Record):
-            parts = [self._part(part) for part in value]
-            both = zip(parts, map(self._part, value.values()), strict=True) if type(value) is dict else parts
-            return type(value)(both)
-        if type(value) is _PersistentId:
-            if self._storage is None:
-                raise BadPickle("it refers to what is outside of it")
-            return self._storage(*[self._part(arg, is_argument=True) for arg in value.args])
-        known = self._known(value.name)
-        if known is None:
-            return StoredObject(value.name)
-        args = [self._part(arg, is_argument=True) for arg in value.args]
-        for arg in args:  # what is made of an object that is not loaded is not loaded
-            if isinstance(arg, StoredObject) and self._known(arg.name) is None:
-                return arg
-        if known.make is None:
-            raise BadPickle(f"it makes a {value.name} in an unknown way")
-        state, items = self._part(value.state), self._part(value.items)
-        made = known.make(state, *args) if known.takes_state else known.make(*args)
-        if items is not None:
-            _fill(made, items)
-        if state is not None and not known.takes_state:
-            raise BadPickle(f"it sets the state of a {type(made).__name__}")
-        return made
-
-
-def _has_parts(value: Any) -> bool:
-    """Whether a value is to be made of others. A container of atoms, as most shapes are, is what it will be."""
-    cls = type(value)
-    if cls in _ATOMS:
-        return False
-    if cls in _CONTAINERS:
-        are_atoms = _ATOMS.issuperset(map(type, value))
-        return not (are_atoms and (cls is not dict or _ATOMS.issuperset(map(type, value.values()))))
-    return issubclass(cls, Record)
-
-
-def _fill(made: Any, items: list[Any]) -> None:
-    if type(made) is deque:
-        made.extend(items)
-    elif type(made) in (OrderedDict, Counter, defaultdict):
-        made.update(items) if type(made) is not Counter else dict.update(made, items)
-    else:
-        raise BadPickle(f"it sets items of a {type(made).__name__}")
+def set_attributes(target: Any, state: Any) -> Any:
+    """Set attributes of an object, none of which means anything to Python, and return it."""
+    cls = type(target)
+    for name in state or ():
+        is_plain = type(name) is str and name.isidentifier() and not name.startswith("__")
+        if not is_plain or callable(getattr(cls, name, None)):
+            raise BadPickle("it sets attributes that are no plain ones")
+    target.__dict__.update(state or {})
+    return target

@@ -57,12 +57,7 @@ class UnreadTensor(torch.Tensor):
 
 
 def unread(outline: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that stands for one of which no element is read yet.
-
-    Args:
-        outline: What it is like: on ``meta``, or in memory that is mapped from the file.
-        read: Returns the tensor.
-    """
+    """Return a tensor that stands for one of which no element is read yet."""
     if not outline.is_meta:  # in memory that is mapped from the file: read where it is touched
         return outline
     found = as_class(outline.detach(), UnreadTensor, requires_grad=outline.requires_grad)

@@ -54,19 +54,7 @@ def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:
 
 
 def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool = False) -> Path:
-    """Return the file that a name out of an untrusted file stands for.
-
-    Args:
-        directory: Where it has to be.
-        name: What was read.
-        listed_in: The file that it was read from, for messages.
-        follow_links: Whether it may lead out of the directory over a symbolic link, which is something that whoever
-            made the directory decided, not the file.
-
-    Raises:
-        CheckpointError: If it may lead out of the directory: by ``..``, as an absolute path, over a symbolic link, or
-            by a name that systems read differently.
-    """
+    """Return the file that a name out of an untrusted file stands for."""
     if type(name) is not str:
         refuse(listed_in, f"a file name is a {type(name).__name__}: expected a text")
     pure = PurePosixPath(name)

@@ -424,7 +424,7 @@ def test_numbers_of_half_a_byte_need_a_shape(tmp_path, statetree):
 def test_headers_that_are_too_long_are_refused(tmp_path, statetree, monkeypatch):
     state = {f"w{number}": bits(2, start=number) for number in range(20)}
     source = write(state, tmp_path / "a.pt")
-    monkeypatch.setattr("statetree.files.safetensors_format.MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr("statetree.files.safetensors_format.MAX_JSON_BYTES", 1000)
     ran = statetree("convert", source, tmp_path / "b.safetensors")
     assert ran.status == 2
     assert "the header of b.safetensors takes 1176 bytes: expected at most 1000" in ran.err

@@ -117,27 +117,14 @@ def test_a_value_comes_back(name, tmp_path):
     assert same(statetree.files.open(tmp_path / "v.pt")["v"], VALUES[name])
 
 
-GENERATORS = {
-    "torch": (lambda: torch.Generator().manual_seed(5), lambda g: torch.rand(3, generator=g).tolist()),
-    "random": (lambda: random.Random(5), lambda g: g.random()),
-    "RandomState": (lambda: np.random.RandomState(5), lambda g: g.rand(3).tolist()),
-    "default_rng": (lambda: np.random.default_rng(5), lambda g: (g.random(), g.spawn(1)[0].random())),
-    "Philox": (lambda: np.random.Generator(np.random.Philox(5)), lambda g: g.random(3).tolist()),
-    "SFC64": (lambda: np.random.SFC64(5), lambda g: g.random_raw()),
-    "MT19937": (lambda: np.random.MT19937(5), lambda g: g.random_raw()),
-    "SeedSequence": (lambda: np.random.SeedSequence([5, 6], spawn_key=(1,)), lambda g: g.generate_state(4).tolist()),
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_a_generator_goes_on_where_it_was(name, tmp_path):
-    make, draw = GENERATORS[name]
-    generator = make()
-    draw(generator)
+def test_a_generator_goes_on_where_it_was(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
     statetree.save({"g": generator}, tmp_path)
     loaded = statetree.load(tmp_path)["g"]
-    assert type(loaded) is type(generator)
-    assert [draw(loaded) for _ in range(3)] == [draw(generator) for _ in range(3)]
+    assert [torch.rand(3, generator=each).tolist() for each in (loaded, loaded)] == [
+        torch.rand(3, generator=each).tolist() for each in (generator, generator)
+    ]
 
 
 @pytest.mark.parametrize("value", [np.arange(3_000_000).astype(np.uint8), b"\xff" * 3_000_000], ids=["array", "bytes"])
@@ -163,12 +150,14 @@ def test_tensors_in_values_come_back(tmp_path):
         Config(3),
         len,
         functools.partial(int),
+        np.random.default_rng(5),
+        random.Random(5),
         np.array([1, "a"], dtype=object),
         [Config(1)],
         decimal.Decimal("1.50"),
         fractions.Fraction(1, 3),
     ],
-    ids=["object", "function", "partial", "objects", "list", "decimal", "fraction"],
+    ids=["object", "function", "partial", "NumPy generator", "random", "objects", "list", "decimal", "fraction"],
 )
 def test_the_rest_is_warned_of_at_once(value, tmp_path):
     state = {"deep": [{"x": value}], "w": torch.ones(2)}
@@ -215,7 +204,6 @@ def saved(value):
     return file.getvalue()
 
 
-MT = {"bit_generator": "MT19937", "state": {"key": np.zeros(624, np.uint32), "pos": 0}}
 HOSTILE = {
     "a call": Reduced(os.mkdir, ("statetree_was_here",)),
     "a method": Reduced(getattr, (int, "mro")),
@@ -236,20 +224,9 @@ HOSTILE = {
     "a dtype with fields": Reduced(
         np.dtype, ("V1", False, True), (3, "|", None, ("a",), {"a": (np.dtype("f8"), 1 << 40)}, 1, 1, 16)
     ),
-    "a position outside": Reduced(
-        np.random._pickle.__bit_generator_ctor,
-        (np.random.MT19937,),
-        {**MT, "state": {**MT["state"], "pos": 100_000}},
-    ),
-    "a short state": Reduced(
-        np.random._pickle.__bit_generator_ctor,
-        (np.random.MT19937,),
-        {**MT, "state": {"key": np.zeros(6, np.uint32), "pos": 0}},
-    ),
     "no day": Reduced(datetime.date, (b"\x07\xe8\x02\xff",)),
     "no hour": Reduced(datetime.datetime, (b"\x07\xe8\x02\x01\xff\xff\xff\xff\xff\xff",)),
     "no member": Reduced(Color, (7,)),
-    "no index": Reduced(random.Random, (), (3, (0,) * 624 + (100_000,), None)),
     "a number of attributes": Reduced(types.SimpleNamespace, (), {1: 2}),
     "a small state": Reduced(torch.Generator, (torch.device("cpu"),), (1, None, torch.zeros(3, dtype=torch.uint8))),
     "an invalid state": Reduced(

@@ -7,6 +7,7 @@ import torch
 
 import statetree as st
 from statetree.errors import TreeMismatch
+from statetree.files.ranges import OpenFiles
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 from tests.judge import assert_trees_equal
 
@@ -43,6 +44,20 @@ def test_ties_of_like_are_kept_if_the_file_agrees(tmp_path):
     assert loaded["a"] is loaded["b"]
     with pytest.raises(TreeMismatch, match="ties at c"):
         st.load(path, {"a": like, "c": like}, strict=False)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+def test_what_has_checksums_is_read_once(name, tmp_path, monkeypatch):
+    state = {f"p{index}": torch.arange(500_000) + index for index in range(4)}
+    st.save(state, tmp_path / name)
+    opened = []
+    original = OpenFiles.__init__
+    monkeypatch.setattr(
+        OpenFiles, "__init__", lambda self, **options: (opened.append(self), original(self, **options))[1]
+    )
+    loaded = st.load(tmp_path / name, state)
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+    assert sum(files.nbytes_read for files in opened) < 1.01 * sum(value.nbytes for value in state.values())
 
 
 def test_what_does_not_fit_is_named(tmp_path):

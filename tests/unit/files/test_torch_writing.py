@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from statetree.files.torch_writing import save_as
+from statetree.files.torch_format import save_as
 
 
 def test_what_torch_raises_is_no_interrupt_that_came_before(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import pytest
 
 from statetree.files import pickled_values
-from statetree.files.unpickling import BadPickle, Known, Record, StoredObject, read_pickle
+from statetree.files.unpickling import BadPickle, Known, StoredObject, read_pickle
 from tests.pace import units
 
 PLAIN = [
@@ -67,29 +67,21 @@ def test_what_only_an_unknown_object_holds_need_not_be_made():
     assert isinstance(read(b"\x80\x02ca\nb\n" + broken + b"\x85R."), StoredObject)
 
 
-def test_containers_that_hold_themselves_are_refused():
-    deep = [1]
-    deep.append(deep)
-    with pytest.raises(BadPickle, match="holds itself"):
-        read(pickle.dumps(deep, 2))
-
-
 STATE = b"}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xsb."
 
 
-@pytest.mark.parametrize("target", [b"ca\nb\n", b"]", b"}", b"K\x01", b"ca\nb\n)R", b"ccollections\nCounter\n)R"])
+@pytest.mark.parametrize("target", [b"]", b"}", b"K\x01", b"ca\nb\n)R", b"ccollections\nCounter\n)R"])
 def test_nothing_else_has_a_state(target):
     with pytest.raises(BadPickle):
         read(b"\x80\x02" + target + STATE, a_b=Known(lambda: [1]))
-    assert Record.name == ""
 
 
-def test_classes_of_records_cannot_be_changed():
-    """BUILD would set attributes of a class, and find what the class has for its instances."""
-    for state in (b"N}X\x06\x00\x00\x00forgedK\x01s\x86b.", b"ca\nb\n)R\x62."):
-        with pytest.raises(BadPickle):
-            read(b"\x80\x02ca\nb\n" + state)
-    assert not hasattr(Record, "forged")
+def test_names_cannot_be_changed():
+    """Python's own unpickler would set attributes of a class."""
+    found = read(b"\x80\x02ca\nb\nN}X\x06\x00\x00\x00forgedK\x01s\x86b.")
+    assert isinstance(found, StoredObject)
+    assert not hasattr(found, "forged")
+    assert not hasattr(StoredObject, "forged")
 
 
 def test_a_name_is_never_what_it_names():
@@ -99,13 +91,12 @@ def test_a_name_is_never_what_it_names():
 
 
 def test_nor_is_a_number_that_pickle_knows_a_name_for():
-    """Pickle would return what it found before, and not ask again."""
     copyreg.add_extension("os", "getcwd", 77)
     try:
         by_number = b"\x80\x02\x82\x4d."
         assert pickle.loads(by_number) is os.getcwd
-        assert isinstance(read(by_number), StoredObject)
-        assert pickle.loads(by_number) is os.getcwd
+        with pytest.raises(BadPickle, match="refers to what it does not hold"):
+            read(by_number)
     finally:
         copyreg.remove_extension("os", "getcwd", 77)
 
