@@ -1,0 +1,393 @@
+"""Recognition: a collective that is called again with the same tensors moves at once, as it did the last time.
+
+Training calls the same verbs with the same tensors step after step. What such a call moves is recorded, as for
+``prepare``, and kept for the next one: then the tensors are only looked at, the ranks tell each other in their one
+agreement that all of them know the call by its number, and what was recorded is done again. If some rank does not know
+it, all of them describe, agree and plan as ever.
+
+What is kept must neither keep tensors alive nor write to memory that is not theirs any more. It is recorded with
+*aliases*: tensors at the same addresses, on storages that own nothing. They are only ever looked at while the tensors
+of a call have these addresses, these sizes of storages, and all else that follows has been compared, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from datetime import timedelta
+from functools import wraps
+from itertools import chain, islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from weakref import ref
+
+import torch
+
+from statetree.errors import StateTreeError
+from statetree.exchange.call import Call
+from statetree.exchange.group import Group, group_of
+from statetree.exchange.manifest import is_strided
+from statetree.exchange.phases import phase
+from statetree.exchange.prepared import Preparation, preparation_under_way, preparing
+from statetree.leaves.builtin import holds_tensor, leaf_type_of
+from statetree.leaves.replicas import replicated
+from statetree.spans.columns import addresses, storage_sizes, storages_of
+from statetree.spans.layout import holds_memory
+from statetree.spans.memory import Memory
+from statetree.torch_internals import (
+    carry_tangents,
+    clone_all,
+    geometry_guard,
+    is_zero_tensor,
+    storage_at,
+    storage_key,
+    version_of,
+    without_elements,
+)
+from statetree.tree.atoms import same_value
+from statetree.tree.flatten import flatten
+from statetree.tree.spec import TreeSpec
+from statetree.tree.traversal import traverse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from statetree.exchange.executor import Action
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: How many calls are kept, and how many are remembered to have been made: the second time they are recorded.
+_KEPT_CALLS: Final = 8
+_SEEN_CALLS: Final = 64
+#: How often calls are recorded that are not made again, because other ranks do not or something in them changed.
+_MOST_VAIN: Final = 4
+#: Fewer leaves are described as quickly as they are recognised.
+_FEWEST: Final = 16
+#: A call of more bytes is not kept: where so much moves, nobody notices what planning costs.
+_MOST_BYTES: Final = 64 << 20
+
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Values that can hold nothing, and tell all that they are.
+_VALUES: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_OPTIONS: Final = _VALUES | {timedelta}
+#: The names of a ``DTensor``'s attributes, with that of ``nn.Parameter``. Others may hold anything.
+_ATTRIBUTES: Final = frozenset({"_local_tensor", "_spec", "_is_param"})
+
+_shape: Final = attrgetter("shape")
+_local: Final = attrgetter("_local_tensor")
+_spec: Final = attrgetter("_spec")
+_placed: Final = attrgetter("mesh", "placements", "shard_order", "tensor_meta")
+
+
+class Sighting:
+    """What a call is given, as far as it takes to know it again.
+
+    Attributes:
+        group: The ranks.
+        leaves: The leaves of all trees.
+        specs: The structure of each tree.
+        tensors: The tensors among the leaves, and the local ones of those that are distributed; each object once.
+        parts: The plain ones of these.
+        key: What calls are looked up by: the verb and its options, and where tensors lie.
+    """
+
+    def __init__(self, verb: str, trees: Sequence[Any], options: str, group: Group) -> None:
+        found = [traverse(tree, verb=verb, holds_tensor=holds_tensor) for tree in trees]
+        self.group = group
+        self.leaves = [*chain.from_iterable(leaves for leaves, _ in found)]
+        self.specs = [TreeSpec(tuple(nodes), len(leaves)) for leaves, nodes in found]
+        self._classes = list(map(type, self.leaves))
+        distributed_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        rows = list(zip(self.leaves, self._classes, strict=True))
+        plain = [leaf for leaf, cls in rows if cls in _PLAIN]
+        self._distributed = [leaf for leaf, cls in rows if cls is distributed_class]
+        self.values = [leaf for leaf, cls in rows if cls not in _PLAIN and cls is not distributed_class]
+        self.parts: list[torch.Tensor] = [*plain, *map(_local, self._distributed)]
+        every = [*self.parts, *self._distributed]
+        self.tensors: list[torch.Tensor] = list(dict(zip(map(id, every), every, strict=True)).values())
+        self._attributes = list(map(tuple, map(vars, every)))
+        first: dict[int, int] = {}
+        self._ties = list(map(first.setdefault, map(id, every), range(len(every))))
+        self._placed = list(map(_placed, map(_spec, self._distributed)))
+        where = addresses(self.parts).tobytes(), storage_sizes(storages_of(self.parts)).tobytes()
+        self.key = (verb, options, id(group.identity), *where)
+
+    def facts(self) -> tuple[Any, ...]:
+        """Return what must be equal, beside addresses, structures, values, and what a guard looks at."""
+        return self._classes, self._attributes, self._ties, self._placed
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether nothing else matters, and aliases can be made."""
+        kinds = {cls: leaf_type_of(cls) for cls in set(self._classes)}
+        return (
+            len(self.leaves) >= _FEWEST
+            and sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, torch.Tensor)) <= _MOST_BYTES
+            and not any(leaf_type is not None and leaf_type.registered for leaf_type in kinds.values())
+            and _VALUES.issuperset(map(type, self.values))
+            and all(type(tensor) is torch.Tensor for tensor in map(_local, self._distributed))
+            and all(map(_has_memory, self.parts))
+            and all(leaf.device.type == "cpu" for leaf in self._distributed)
+            and not carry_tangents(self.parts)
+            and not any(self._attributes[: len(self.parts)])
+            and _ATTRIBUTES.issuperset(chain.from_iterable(self._attributes))
+            and not any(node[0].compares_aux for spec in self.specs for node in spec.nodes)
+        )
+
+    def aliases(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the leaves on memory that is not held, and the plain tensors of these, in the order of ``parts``."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        parts: dict[int, torch.Tensor] = {}
+        for part in self.parts:
+            storage = part.untyped_storage()
+            key = storage_key(storage)
+            if key not in storages:
+                storages[key] = storage_at(storage.data_ptr(), storage.device, storage.nbytes())
+            bare = without_elements(part.dtype, part.device)
+            parts[id(part)] = bare.set_(storages[key], part.storage_offset(), part.shape, part.stride())
+        made: dict[int, Any] = {}
+        for leaf in self.leaves:
+            leaf_type = leaf_type_of(type(leaf))
+            if leaf_type is not None and id(leaf) not in made:
+                (part, *attributes), context = leaf_type.unpack(leaf)
+                bare = parts[id(part)]
+                made[id(leaf)] = bare if context is None else leaf_type.pack(context, [bare, *attributes])
+        return [made.get(id(leaf), leaf) for leaf in self.leaves], [parts[id(part)] for part in self.parts]
+
+
+def _has_memory(part: torch.Tensor) -> bool:
+    return (
+        part.is_cpu
+        and is_strided(part)
+        and holds_memory(part)
+        and not (part.is_conj() or part.is_neg() or part.is_inference() or is_zero_tensor(part))
+    )
+
+
+class Keeping(Preparation):
+    """A call that is made and recorded at once."""
+
+    def agreed(self, call: Call, number: int) -> None:  # noqa: ARG002 - which agrees no more often than others do
+        """Take note of the number of the call, which that of its first agreement is."""
+        self.number = self.number or number
+
+    def agree_again(self, agree: Action) -> None:  # noqa: ARG002 - other ranks do not
+        """Note that the ranks would have to agree on elements."""
+        self.is_repeatable = False
+
+    def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
+        """Hold nothing."""
+
+    def conclude(self, call: Call) -> None:  # noqa: ARG002 - with which all has been agreed on
+        """Do what was recorded."""
+        self.recorder.catch_up()
+
+
+class KeptCall:
+    """A call that was recorded, with what it was given.
+
+    Args:
+        verb: What was called.
+        sighting: What it was given.
+        compares_values: Whether the result depends on plain values. Otherwise it has those that are given each time.
+
+    Attributes:
+        is_repeatable: Whether the call, once it was made, can be made again.
+    """
+
+    def __init__(self, verb: Callable[..., Any], sighting: Sighting, *, compares_values: bool) -> None:
+        self._verb = verb
+        self._specs, self._facts = sighting.specs, sighting.facts()
+        self._values = sighting.values if compares_values else None
+        shapes, strides = ([look(tensor) for tensor in sighting.tensors] for look in (_shape, torch.Tensor.stride))
+        self._guard = geometry_guard(sighting.tensors, shapes, strides)
+        self._process_group = ref(sighting.group.identity)
+        self._keeping = Keeping()
+
+    def is_of(self, sighting: Sighting) -> bool:
+        """Whether a call is given the same, as far as its key does not tell."""
+        return (
+            self._process_group() is sighting.group.identity
+            and self._facts == sighting.facts()
+            and self._guard is not None
+            and self._guard(sighting.tensors)
+            and self._specs == sighting.specs
+            and (self._values is None or all(map(same_value, self._values, sighting.values)))
+            and not carry_tangents(sighting.parts)
+            and self._may_move()
+        )
+
+    def _may_move(self) -> bool:
+        """Whether what depends on elements still holds. Otherwise whoever makes the call anew says why it does not."""
+        try:
+            self._keeping.recorder.check()
+        except StateTreeError:
+            return False
+        return True
+
+    def record(self, sighting: Sighting, given: Mapping[str, Any], names: Sequence[str]) -> Any:
+        """Make the call, and return its result."""
+        leaves, parts = sighting.aliases()
+        left = iter(leaves)
+        trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
+        versions = list(map(version_of, parts))
+        with preparing(self._keeping) as keeping:
+            tree = self._verb(**{**given, **dict(zip(names, trees, strict=True))})
+        self._written = [place for place, version in enumerate(map(version_of, parts)) if version != versions[place]]
+        self._note_written(sighting)
+        self.is_repeatable = keeping.is_repeatable and keeping.number > 0 and self._guard is not None
+        self._result, self._spec = flatten(tree)
+        self._find_given({id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+        self._let_go()
+        return self.result(sighting.leaves)
+
+    def _find_given(self, places: Mapping[int, int]) -> None:
+        """Find which leaves of the result are those that the call was given, and which are fresh tensors."""
+        self._given: list[int] = []
+        for place, leaf in enumerate(self._result):
+            passed = place if self._values is None else -1
+            self._given.append(places.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else passed)
+        self._fresh = [
+            place
+            for place, given in enumerate(self._given)
+            if given < 0 and isinstance(self._result[place], torch.Tensor)
+        ]
+        fresh = [self._result[place] for place in self._fresh]
+        keys = set(map(storage_key, storages_of(fresh))) if set(map(type, fresh)) == {torch.Tensor} else ()
+        apart = len(keys) == len(fresh)
+        self._are_simple = apart and not any(vars(tensor) or tensor.requires_grad for tensor in fresh)
+
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """Return the result that a call has that is given some leaves: what is fresh in it is so each time."""
+        found = [leaves[given] if given >= 0 else leaf for leaf, given in zip(self._result, self._given, strict=True)]
+        fresh = [self._result[place] for place in self._fresh]
+        if self.is_repeatable:  # or nobody else gets them
+            fresh = (
+                clone_all(fresh) if self._are_simple else replicated(self._verb.__name__, fresh, Memory(), copy=True)
+            )
+        for place, tensor in zip(self._fresh, fresh, strict=True):
+            found[place] = tensor
+        return self._spec.unflatten(found)
+
+    def repeat(self, sighting: Sighting) -> bool:
+        """Make the call again if all ranks do, and return whether they do."""
+        recorded = self._keeping.call
+        assert recorded is not None
+        with Call(recorded.verb, sighting.group) as call:
+            if not call.all_repeat(self._keeping.number):
+                return False
+            recorded.group.attach(sighting.group.identity)
+            with phase(f"{call.verb}.move"):
+                self._keeping.recorder.replay()
+        self._note_written(sighting)
+        self._let_go()
+        return True
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process group was not destroyed."""
+        group = self._process_group()
+        return group is not None and Group(group, 0, [0], "").is_alive
+
+    def _note_written(self, sighting: Sighting) -> None:
+        """Have the tensors say that they were written: their aliases do not share their versions."""
+        torch.autograd.graph.increment_version([sighting.parts[place] for place in self._written])
+
+    def _let_go(self) -> None:
+        """Do not keep a process group alive."""
+        if self._keeping.call is not None:
+            self._keeping.call.group.attach(None)
+
+
+#: Calls by what they were given; and for those made lately, by its hash, once more than they were recorded in vain.
+_KEPT: Final[OrderedDict[Any, KeptCall]] = OrderedDict()
+_SEEN: Final[OrderedDict[int, int]] = OrderedDict()
+
+
+def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a collective do at once what it did before, when it is called with the same tensors again (a decorator).
+
+    Args:
+        names: Its arguments that are trees. They come first; others are options.
+        compares_values: Whether the result depends on plain values of these, or passes them on.
+    """
+
+    def declare(verb: Callable[P, T]) -> Callable[P, T]:
+        @wraps(verb)
+        def wrapper(*args: P.args, **options: P.kwargs) -> T:
+            given = {**dict(zip(names, args, strict=False)), **options}
+            if len(given) < len(args) + len(options) or not given.keys() >= set(names) or preparation_under_way():
+                return verb(*args, **options)
+            sighting = sighted(verb.__name__, given, names)
+            if sighting is None:
+                return verb(*args, **options)
+            found: T = _made(verb, sighting, given, names, compares_values=compares_values)
+            return found
+
+        return wrapper
+
+    return declare
+
+
+def sighted(verb: str, given: Mapping[str, Any], names: Sequence[str]) -> Sighting | None:
+    """Return what a call is given; ``None`` if it is nothing that could be known again."""
+    options = {name: value for name, value in given.items() if name not in names and name != "group"}
+    if not all(map(_is_told, options.values())):
+        return None
+    try:
+        group = group_of(verb, given.get("group"), given.get("timeout"))
+        if group.identity is None:
+            return None
+        return Sighting(verb, [given[name] for name in names], repr(sorted(options.items())), group)
+    except Exception:  # noqa: BLE001 - whatever it is: the verb comes to it again, and says it as it does
+        return None
+
+
+def _is_told(option: Any) -> bool:
+    """Whether an option is all that its representation says."""
+    if type(option) in (list, tuple):
+        return all(map(_is_told, option))
+    return type(option) in _OPTIONS
+
+
+def _made(
+    verb: Callable[..., Any],
+    sighting: Sighting,
+    given: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    compares_values: bool,
+) -> Any:
+    """Make a call: again if it is known, otherwise anew; then record it if that is worth while."""
+    kept = _KEPT.pop(sighting.key, None)  # nobody else has it while it is made
+    name = hash(sighting.key)
+    seen = _SEEN.pop(name, 0)
+    if kept is not None:
+        if kept.is_of(sighting) and kept.repeat(sighting):
+            _KEPT[sighting.key] = kept
+            _SEEN[name] = 1
+            return kept.result(sighting.leaves)
+        kept = None  # before memory is taken again
+        seen += 1
+    records = 1 <= seen <= _MOST_VAIN and sighting.is_ordinary
+    _SEEN[name] = max(seen, 1)
+    while len(_SEEN) > _SEEN_CALLS:
+        _SEEN.popitem(last=False)
+    if not records:
+        return verb(**given)
+    fresh = KeptCall(verb, sighting, compares_values=compares_values)
+    result = fresh.record(sighting, given, names)
+    if fresh.is_repeatable:
+        _keep(sighting.key, fresh)
+    else:
+        _SEEN[name] = _MOST_VAIN + 1
+    return result
+
+
+def _keep(key: Any, call: KeptCall) -> None:
+    for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
+        _KEPT.pop(other, None)
+    _KEPT[key] = call
+    while len(_KEPT) > _KEPT_CALLS:
+        _KEPT.popitem(last=False)
