@@ -23,7 +23,7 @@ from weakref import ref
 
 import torch
 
-from statetree.errors import StateTreeError
+from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.call import Call
 from statetree.exchange.group import Group, group_of
 from statetree.exchange.manifest import is_strided
@@ -60,6 +60,8 @@ T = TypeVar("T")
 #: How many calls are kept, and how many are remembered to have been made: the second time they are recorded.
 _KEPT_CALLS: Final = 8
 _SEEN_CALLS: Final = 64
+#: How often a call must have been seen before it is recorded.
+_SEEN_BEFORE: Final = 1
 #: How often calls are recorded that are not made again, because other ranks do not or something in them changed.
 _MOST_VAIN: Final = 4
 #: Fewer leaves are described as quickly as they are recognised.
@@ -166,7 +168,15 @@ def _has_memory(part: torch.Tensor) -> bool:
 
 
 class Keeping(Preparation):
-    """A call that is made and recorded at once."""
+    """A call that is made and recorded at once.
+
+    Args:
+        sighting: What it is given.
+    """
+
+    def __init__(self, sighting: Sighting) -> None:
+        super().__init__()
+        self._sighting: Sighting | None = sighting
 
     def agreed(self, call: Call, number: int) -> None:  # noqa: ARG002 - which agrees no more often than others do
         """Take note of the number of the call, which that of its first agreement is."""
@@ -181,7 +191,9 @@ class Keeping(Preparation):
 
     def conclude(self, call: Call) -> None:  # noqa: ARG002 - with which all has been agreed on
         """Do what was recorded."""
-        self.recorder.catch_up()
+        assert self._sighting is not None
+        _moved(self.recorder.catch_up, self._sighting)
+        self._sighting = None
 
 
 class KeptCall:
@@ -203,7 +215,6 @@ class KeptCall:
         shapes, strides = ([look(tensor) for tensor in sighting.tensors] for look in (_shape, torch.Tensor.stride))
         self._guard = geometry_guard(sighting.tensors, shapes, strides)
         self._process_group = ref(sighting.group.identity)
-        self._keeping = Keeping()
 
     def is_of(self, sighting: Sighting) -> bool:
         """Whether a call is given the same, as far as its key does not tell."""
@@ -232,18 +243,25 @@ class KeptCall:
         left = iter(leaves)
         trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
         versions = list(map(version_of, parts))
-        with preparing(self._keeping) as keeping:
+        with preparing(Keeping(sighting)) as keeping:
             tree = self._verb(**{**given, **dict(zip(names, trees, strict=True))})
+        self._keeping = keeping
         self._written = [place for place, version in enumerate(map(version_of, parts)) if version != versions[place]]
         self._note_written(sighting)
         self.is_repeatable = keeping.is_repeatable and keeping.number > 0 and self._guard is not None
         self._result, self._spec = flatten(tree)
-        self._find_given({id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        self._find_given(places, set(map(storage_key, storages_of(parts))))
         self._let_go()
         return self.result(sighting.leaves)
 
-    def _find_given(self, places: Mapping[int, int]) -> None:
-        """Find which leaves of the result are those that the call was given, and which are fresh tensors."""
+    def _find_given(self, places: Mapping[int, int], aliased: set[int]) -> None:
+        """Find which leaves of the result are those that the call was given, and which are fresh tensors.
+
+        Args:
+            places: The aliases of tensors that it was given, by their ids.
+            aliased: The keys of storages that aliases lie on.
+        """
         self._given: list[int] = []
         for place, leaf in enumerate(self._result):
             passed = place if self._values is None else -1
@@ -254,6 +272,8 @@ class KeptCall:
             if given < 0 and isinstance(self._result[place], torch.Tensor)
         ]
         fresh = [self._result[place] for place in self._fresh]
+        lie = storages_of([getattr(leaf, "_local_tensor", leaf) for leaf in fresh])
+        assert aliased.isdisjoint(map(storage_key, lie))
         keys = set(map(storage_key, storages_of(fresh))) if set(map(type, fresh)) == {torch.Tensor} else ()
         apart = len(keys) == len(fresh)
         self._are_simple = apart and not any(vars(tensor) or tensor.requires_grad for tensor in fresh)
@@ -279,7 +299,7 @@ class KeptCall:
                 return False
             recorded.group.attach(sighting.group.identity)
             with phase(f"{call.verb}.move"):
-                self._keeping.recorder.replay()
+                _moved(self._keeping.recorder.replay, sighting)
         self._note_written(sighting)
         self._let_go()
         return True
@@ -298,6 +318,19 @@ class KeptCall:
         """Do not keep a process group alive."""
         if self._keeping.call is not None:
             self._keeping.call.group.attach(None)
+
+
+#: What is still written, perhaps, by calls that failed while they communicated: aliases do not hold it.
+_LOST: Final[list[Sighting]] = []
+
+
+def _moved(move: Callable[[], None], sighting: Sighting) -> None:
+    """Communicate, and if that fails hold what the call was given for good: a backend may go on for a while."""
+    try:
+        move()
+    except RankMismatch:
+        _LOST.append(sighting)
+        raise
 
 
 #: Calls by what they were given; and for those made lately, by its hash, once more than they were recorded in vain.
@@ -370,7 +403,9 @@ def _made(
             return kept.result(sighting.leaves)
         kept = None  # before memory is taken again
         seen += 1
-    records = 1 <= seen <= _MOST_VAIN and sighting.is_ordinary
+    records = _SEEN_BEFORE <= seen <= _MOST_VAIN
+    if records and not sighting.is_ordinary:
+        records, seen = False, _MOST_VAIN + 1
     _SEEN[name] = max(seen, 1)
     while len(_SEEN) > _SEEN_CALLS:
         _SEEN.popitem(last=False)
