@@ -8,11 +8,13 @@ import os
 from typing import Any
 
 from statetree.exchange import recognition
+from statetree.exchange.prepared import preparation_under_way
 
 
 def call_twice(*args: Any, **options: Any) -> Any:
     """Make a call, and make it again."""
-    _make(*args, **options)
+    if preparation_under_way() is None:
+        _make(*args, **options)
     return _make(*args, **options)
 
 

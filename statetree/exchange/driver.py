@@ -142,7 +142,6 @@ class Exchange(Call):
             found.check_readable()
         if union:
             unite(self, found)
-            self._is_told_more()
         return found
 
     def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:

@@ -32,9 +32,10 @@ from statetree.exchange.prepared import Preparation, preparation_under_way, prep
 from statetree.leaves.builtin import holds_tensor, leaf_type_of
 from statetree.leaves.replicas import replicated
 from statetree.spans.columns import addresses, storage_sizes, storages_of
-from statetree.spans.layout import holds_memory
+from statetree.spans.layout import holds_memory, is_dense
 from statetree.spans.memory import Memory
 from statetree.torch_internals import (
+    COPIED_AS_INTEGERS,
     carry_tangents,
     clone_all,
     geometry_guard,
@@ -167,6 +168,13 @@ def _has_memory(part: torch.Tensor) -> bool:
     )
 
 
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether torch's own clone of a tensor is the same in everything."""
+    bare = type(tensor) is torch.Tensor and not vars(tensor) and not tensor.requires_grad
+    flat = bare and is_dense(contiguous=tensor.is_contiguous(), shape=tensor.shape, stride=tensor.stride())
+    return flat and tensor.dtype not in COPIED_AS_INTEGERS and not (tensor.is_conj() or tensor.is_neg())
+
+
 class Keeping(Preparation):
     """A call that is made and recorded at once.
 
@@ -274,9 +282,8 @@ class KeptCall:
         fresh = [self._result[place] for place in self._fresh]
         lie = storages_of([getattr(leaf, "_local_tensor", leaf) for leaf in fresh])
         assert aliased.isdisjoint(map(storage_key, lie))
-        keys = set(map(storage_key, storages_of(fresh))) if set(map(type, fresh)) == {torch.Tensor} else ()
-        apart = len(keys) == len(fresh)
-        self._are_simple = apart and not any(vars(tensor) or tensor.requires_grad for tensor in fresh)
+        apart = len(set(map(storage_key, lie))) == len(fresh)
+        self._are_simple = apart and all(map(_is_simple, fresh))
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """Return the result that a call has that is given some leaves: what is fresh in it is so each time."""
@@ -349,14 +356,8 @@ def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[
     def declare(verb: Callable[P, T]) -> Callable[P, T]:
         @wraps(verb)
         def wrapper(*args: P.args, **options: P.kwargs) -> T:
-            given = {**dict(zip(names, args, strict=False)), **options}
-            if len(given) < len(args) + len(options) or not given.keys() >= set(names) or preparation_under_way():
-                return verb(*args, **options)
-            sighting = sighted(verb.__name__, given, names)
-            if sighting is None:
-                return verb(*args, **options)
-            found: T = _made(verb, sighting, given, names, compares_values=compares_values)
-            return found
+            made: T = _made(verb, names, args, options, compares_values=compares_values)
+            return made
 
         return wrapper
 
@@ -366,7 +367,7 @@ def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[
 def sighted(verb: str, given: Mapping[str, Any], names: Sequence[str]) -> Sighting | None:
     """Return what a call is given; ``None`` if it is nothing that could be known again."""
     options = {name: value for name, value in given.items() if name not in names and name != "group"}
-    if not all(map(_is_told, options.values())):
+    if not all(map(_is_told, options.values())) or options.get("union"):  # what other ranks have is not known
         return None
     try:
         group = group_of(verb, given.get("group"), given.get("timeout"))
@@ -386,13 +387,18 @@ def _is_told(option: Any) -> bool:
 
 def _made(
     verb: Callable[..., Any],
-    sighting: Sighting,
-    given: Mapping[str, Any],
     names: Sequence[str],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
     *,
     compares_values: bool,
 ) -> Any:
     """Make a call: again if it is known, otherwise anew; then record it if that is worth while."""
+    given = {**dict(zip(names, args, strict=False)), **options}
+    is_complete = len(given) == len(args) + len(options) and given.keys() >= set(names)
+    sighting = sighted(verb.__name__, given, names) if is_complete and preparation_under_way() is None else None
+    if sighting is None:
+        return verb(*args, **options)
     kept = _KEPT.pop(sighting.key, None)  # nobody else has it while it is made
     name = hash(sighting.key)
     seen = _SEEN.pop(name, 0)
