@@ -7,7 +7,7 @@ result is that of a call that is known. ``full``: the same, where one call alone
 import os
 from typing import Any
 
-from statetree.exchange import recognition
+from statetree.exchange import recognition, sighting
 from statetree.exchange.prepared import preparation_under_way
 
 
@@ -21,9 +21,9 @@ def call_twice(*args: Any, **options: Any) -> Any:
 MODE = os.environ.get("STATETREE_TESTS_KEPT_CALLS", "")
 _make = recognition._made
 if MODE == "off":
-    recognition._MOST_BYTES = -1
+    sighting.MOST_BYTES = -1
 elif MODE:
-    recognition._FEWEST = recognition._SEEN_BEFORE = 0
+    sighting.FEWEST = recognition._SEEN_BEFORE = 0
     recognition._MOST_VAIN = 1 << 30
     if MODE == "full":
         recognition._KEPT_CALLS = 1

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
-from statetree.exchange import recognition
+from statetree.exchange import recognition, sighting
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same
 
@@ -21,10 +21,10 @@ from tests.collectives.checks import attempt, blank, check_in_step, check_same
 @contextlib.contextmanager
 def recognition_with(**constants):
     """Start with nothing known, and set constants; by default every call is kept."""
-    constants = {"_FEWEST": 0, "_SEEN_BEFORE": 0, **constants}
+    constants = {"FEWEST": 0, "_SEEN_BEFORE": 0, **constants}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            patch.setattr(recognition, name, value)
+            patch.setattr(recognition if name.startswith("_") else sighting, name, value)
         recognition._KEPT.clear()
         recognition._SEEN.clear()
         yield
@@ -36,8 +36,8 @@ def repeats():
     """Give a list that has an entry for each call that was known on this rank: whether it was on all."""
     found, repeat = [], recognition.KeptCall.repeat
 
-    def watched(kept, sighting):
-        found.append(repeat(kept, sighting))
+    def watched(kept, given):
+        found.append(repeat(kept, given))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -198,12 +198,19 @@ def other_class(tree):
     tree["plain"] = torch.nn.Parameter(tree["plain"])
 
 
+def renamed(tree, key):
+    """Give a leaf another key, in the same place."""
+    rows = [(key if name == "even" else name, leaf) for name, leaf in tree.items()]
+    tree.clear()
+    tree.update(rows)
+
+
 def other_key(tree):
-    tree["renamed"] = tree.pop("even")
+    renamed(tree, "renamed")
 
 
 def other_key_type(tree):
-    tree[1] = tree.pop("even")
+    renamed(tree, 1)
 
 
 def other_placement(tree):
@@ -412,14 +419,14 @@ def test_threads_have_results_of_their_own():
 def see_twice():
     """By default a call is kept that is made for the second time, of so many leaves."""
     tree = {f"layer{number}": sharded(4, number) for number in range(20)}
-    with recognition_with(_FEWEST=16, _SEEN_BEFORE=1), repeats() as known:
+    with recognition_with(FEWEST=16, _SEEN_BEFORE=1), repeats() as known:
         for _ in range(4):
             check_same(statetree.gather(tree), anew(lambda: statetree.gather(tree)))
         assert known == [True, True]
         for _ in range(4):
             statetree.gather({"few": tree["layer1"]})
         assert known == [True, True]
-    with recognition_with(_MOST_BYTES=100), repeats() as known:
+    with recognition_with(MOST_BYTES=100), repeats() as known:
         for _ in range(4):
             statetree.gather(tree)
         assert not known
