@@ -20,7 +20,7 @@ from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_i
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
-from statetree.exchange.prepared import Prepared, preparing
+from statetree.exchange.prepared import Preparation, Prepared, preparing
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
@@ -228,7 +228,7 @@ def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prep
         {'w': tensor([2., 2.])}
     """
     name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
-    with preparing() as preparation:
+    with preparing(Preparation()) as preparation:
         tree = verb(*args, **options)
     return preparation.finish(name, tree)
 

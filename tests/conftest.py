@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests import kept_calls  # noqa: F401 - which chooses what collectives know again
 from tests.pace import units
 
 # How long an example takes says more about the machine than about the code: speed is benchmarks/' concern.
@@ -55,6 +56,7 @@ NEEDED_ON_RANKS = (
     "statetree.dcp",
     "statetree.testing",
     "tests.trees.corpus",
+    "tests.kept_calls",
 )
 #: Worlds of other sizes than two and three are for `make slow`, where a test is run for several.
 QUICK_WORLDS = (2, 3)

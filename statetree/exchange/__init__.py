@@ -20,7 +20,8 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them
 - ``partial_reduction``: partials put together on the way
 - ``phases``: spans in the profiler, and lines in the log
-- ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again
+- ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again;
+  ``recognition``: calls that are recorded without being asked for, and known again by a ``sighting``
 """
 
 from statetree.chunks.boxes import Box

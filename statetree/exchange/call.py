@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
-from statetree.exchange.consensus import Fingerprint, compare_fingerprints, tell_failure
+from statetree.exchange.consensus import Fingerprint, all_repeat, compare_fingerprints, tell_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +86,15 @@ class Call:
         message = fingerprint.message()
         self._awaited = False
         return compare_fingerprints(self.verb, self.group, fingerprint, message)
+
+    def all_repeat(self, number: int) -> bool:
+        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so.
+
+        Raises:
+            RankMismatch: If one of them failed. On every rank.
+        """
+        self._awaited = False
+        return all_repeat(self.verb, self.group, number)
 
     def ready(self) -> None:
         """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""

@@ -7,6 +7,7 @@ the next collective works.
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,7 +29,8 @@ _MOST_TOLD: Final = 16
 #: Less than any number that a rank states: what those say that have none.
 _NOTHING: Final = -(1 << 63)
 _DIGEST: Final = struct.Struct("<qq")
-
+#: Numbers of calls are less than this; what ranks propose as the number of a new one is not.
+_NEW: Final = 1 << 61
 
 #: What the path of an entry for a container ends in.
 CONTAINER: Final = " (container)"
@@ -80,7 +82,8 @@ class Fingerprint:
         absent = self.entries is None
         stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
         inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
-        return [0, int(absent), self.nbytes, self.device, int(self.reads), *stated, *inverse]
+        proposed = _NEW + int.from_bytes(os.urandom(8), "little") % _NEW
+        return [0, proposed, _NOTHING, int(absent), self.nbytes, self.device, int(self.reads), *stated, *inverse]
 
 
 class Consensus(NamedTuple):
@@ -93,6 +96,7 @@ class Consensus(NamedTuple):
         absent: Whether some rank holds nothing, and leaves it to others.
         device: The type of device that all ranks communicate from.
         reads: Whether some rank looks at elements before it can tell whether it is ready.
+        number: The number of this call, by which ranks that keep it know it again: random, the same on every rank.
     """
 
     key: tuple[bytes, bytes, bytes]
@@ -101,6 +105,7 @@ class Consensus(NamedTuple):
     absent: bool
     device: str
     reads: bool
+    number: int
 
 
 def text_digest(texts: Sequence[str]) -> bytes:
@@ -131,9 +136,11 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
-    failed, absent, nbytes, device, reads, *words = group.all_reduce_max(message)
+    failed, number, repeated, absent, nbytes, device, reads, *words = group.all_reduce_max(message)
     if failed:
         raise _failed(verb, group, None)
+    if repeated != _NOTHING:  # ranks that keep a call know now that others do not, and state what they hold as well
+        return compare_fingerprints(verb, group, fingerprint, message)
     stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
     options, entries, details = (slice(first, first + 2) for first in range(0, len(stated), 2))
     if stated[options] != inverse[options]:
@@ -142,12 +149,38 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
     assert len(key) == 3
-    return Consensus(key, stated[details] == inverse[details], nbytes, bool(absent), group.devices[device], bool(reads))
+    alike = stated[details] == inverse[details]
+    return Consensus(key, alike, nbytes, bool(absent), group.devices[device], bool(reads), number - _NEW)
+
+
+def all_repeat(verb: str, group: Group, number: int) -> bool:
+    """Tell the other ranks that this one could make a call once more that it keeps; return whether all do so.
+
+    It comes in the place of ``compare_fingerprints``, which those ranks take part in that keep no such call: they hear
+    of it, and everybody compares fingerprints then.
+
+    Args:
+        verb: The collective, for messages.
+        group: Its ranks.
+        number: The number of that call.
+
+    Raises:
+        RankMismatch: If another rank failed. On every rank.
+    """
+    failed, first, second, *_ = group.all_reduce_max([0, number, ~number, *[_NOTHING] * (_words() - 3)])
+    if failed:
+        raise _failed(verb, group, None)
+    return first == ~second  # the greatest number is the least one, and no new one
+
+
+def _words() -> int:
+    """Return how many numbers a message has."""
+    return len(Fingerprint("").message())
 
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    group.all_reduce_max([1, *[_NOTHING] * (len(Fingerprint("").message()) - 1)])
+    group.all_reduce_max([1, *[_NOTHING] * (_words() - 1)])
     _failed("", group, error)
 
 

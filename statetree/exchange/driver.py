@@ -35,7 +35,6 @@ from statetree.exchange.transfers import (
     plan_transfers,
     sources_of,
 )
-from statetree.leaves.held_memory import HeldMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,7 +82,7 @@ class Exchange(Call):
         """Do as ``Call.agree``. If the call is prepared, the ranks agree once more, at its end."""
         consensus = super().agree(fingerprint)
         if self._preparation is not None:
-            self.expect()
+            self._preparation.agreed(self, consensus.number)
         return consensus
 
     def check_options(self) -> None:
@@ -233,6 +232,7 @@ class Exchange(Call):
         consensus = self.agree(fingerprint)
         if not planned or not consensus.details_agree:
             planned.clear()  # before memory is taken again
+            self._is_told_more()
             found = [discover_layouts(self, manifest, details_agree=consensus.details_agree) for manifest in manifests]
             told = tuple([digest for _, digest in found])
             self.expect()
@@ -243,8 +243,8 @@ class Exchange(Call):
 
     def _plan_received(self, source: Manifest, target: Destination, received: Received) -> PlannedTransfers:
         """Plan how a tree moves from the rank that described it, once all ranks have agreed on what it is."""
-        if received.reads and self._preparation is not None:  # whenever elements have moved again
-            self.executor.call(partial(self._agree_on_values, source, target))
+        if received.reads and self._preparation is not None:
+            self._preparation.agree_again(partial(self._agree_on_values, source, target))
         key = (*received.key, len(received.pending))
         layouts = [source.known_layouts() or {}, received.layouts]
         planned = self._planned(source, target, layouts, key, received.device, received.pending)
@@ -285,7 +285,12 @@ class Exchange(Call):
     def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
         """If the call is prepared: hold the memory of leaves, and have it looked at before elements move again."""
         if self._preparation is not None:
-            self._preparation.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
+            self._preparation.hold(spec, leaves, indices, opaque=opaque)
+
+    def _is_told_more(self) -> None:
+        """Note that the call depends on more than what the ranks agreed on before they planned."""
+        if self._preparation is not None:
+            self._preparation.is_repeatable = False
 
     def _hold_divided(self, manifest: Manifest) -> None:
         """If the call is prepared: hold leaves that are divided, and compare what ranks hold alike of them."""
@@ -323,6 +328,8 @@ class Exchange(Call):
         told = b""
         if like is not None and not consensus.absent:
             layouts, told = discover_layouts(self, like, details_agree=consensus.details_agree)
+            if told:
+                self._is_told_more()
         text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = read_description(self.verb, text)
@@ -340,6 +347,7 @@ class Exchange(Call):
             planned.run(self.executor)
             self.executor.catch_up()
             self.expect()
+            self._is_told_more()
             pending = []
         own = sent.manifest if isinstance(sent, SourceTree) else None
         if own is not None:

@@ -56,6 +56,7 @@ class Recorder(Executor):
 
     def __init__(self) -> None:
         self._operations: list[Action] = []
+        self._done = 0
         self._checks: list[Action] = []
         self._under_way: dict[int, Action] = {}
 
@@ -92,8 +93,10 @@ class Recorder(Executor):
         self._operations.append(function)
 
     def catch_up(self) -> None:
-        """Do what was recorded so far, and keep it."""
-        self.replay()
+        """Do what was recorded and not yet done, and keep it."""
+        first, self._done = self._done, len(self._operations)
+        for operation in self._operations[first:]:
+            operation()
 
     def before_each(self, check: Action) -> None:
         """Record a check."""

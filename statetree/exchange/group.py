@@ -77,6 +77,10 @@ class Group(Ranks):
         """What groups that communicate by the same means have in common."""
         return self._process_group
 
+    def attach(self, process_group: ProcessGroup | None) -> None:
+        """Communicate through a process group, or let go of it."""
+        self._process_group = process_group
+
     @property
     def is_alive(self) -> bool:
         """Whether the group was not destroyed."""

@@ -6,27 +6,24 @@ tensors still lie where they lay, to tell each other so, and to move.
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.executor import Recorder
+from statetree.exchange.executor import Action, Recorder
+from statetree.leaves.held_memory import HeldMemory
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from statetree.leaves.held_memory import HeldMemory
+    from statetree.tree.spec import TreeSpec
 
 T = TypeVar("T")
-
-#: A token is a positive number in the 8 bytes of a fingerprint.
-_TOKEN_BYTES: Final = 7
 
 
 class Preparation:
@@ -37,7 +34,8 @@ class Preparation:
         call: The call, once the collective has begun.
         held: The memory that it would move from and to.
         told: Give texts that must be the same on all ranks, whenever elements move.
-        token: What all ranks know this call by, once they have agreed.
+        number: What all ranks know this call by, once they have agreed.
+        is_repeatable: Whether the call depends on nothing but what the ranks have agreed on once, before they planned.
     """
 
     def __init__(self) -> None:
@@ -45,7 +43,8 @@ class Preparation:
         self.call: Call | None = None
         self.held: list[HeldMemory] = []
         self.told: list[Callable[[], str]] = []
-        self.token = int.from_bytes(os.urandom(_TOKEN_BYTES), "little")
+        self.number = 0
+        self.is_repeatable = True
 
     def begin(self, call: Call) -> Recorder:
         """Take note of the call, and return what records it."""
@@ -57,11 +56,24 @@ class Preparation:
         self.call = call
         return self.recorder
 
+    def agreed(self, call: Call, number: int) -> None:
+        """Take note that the ranks have agreed on a call. They agree once more, in ``conclude``."""
+        self.number = number
+        call.expect()
+
+    def agree_again(self, agree: Action) -> None:
+        """Have the ranks agree on elements that they have received, whenever they have."""
+        self.recorder.call(agree)
+
+    def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
+        """Hold the memory of leaves, and have it looked at before elements move again."""
+        self.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
+
     def conclude(self, call: Call) -> None:
-        """Wait until all ranks have prepared everything, and agree on the token."""
+        """Wait until all ranks have prepared everything."""
         if call.communicates:
             call.expect()
-            self.token = call.agree(Fingerprint("prepare", nbytes=self.token)).nbytes
+            call.ready()
 
     def finish(self, name: str, tree: T) -> Prepared[T]:
         """Return what was prepared.
@@ -79,10 +91,12 @@ class Preparation:
 _UNDER_WAY: Final[ContextVar[Preparation | None]] = ContextVar("preparation", default=None)
 
 
+P = TypeVar("P", bound=Preparation)
+
+
 @contextmanager
-def preparing() -> Iterator[Preparation]:
+def preparing(preparation: P) -> Iterator[P]:
     """Have the collective that is called in the block record what it moves."""
-    preparation = Preparation()
     token = _UNDER_WAY.set(preparation)
     try:
         yield preparation
@@ -117,7 +131,7 @@ class Prepared(Generic[T]):
         self._held = preparation.held
         self._told = preparation.told
         self._closed = False
-        self._name = f"the {call.verb} prepared as {preparation.token:x}"
+        self._name = f"the {call.verb} prepared as {preparation.number:x}"
         self._fingerprint = Fingerprint(self._name)
 
     @quietly

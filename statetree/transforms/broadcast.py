@@ -12,6 +12,7 @@ from statetree.exchange.description import SourceTree
 from statetree.exchange.destination import Destination
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.recognition import recognised
 from statetree.exchange.transfers import Transfer, sendable_pieces
 from statetree.torch_internals import copy_each
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 
 @collective
+@recognised("tree")
 def broadcast(
     tree: T | None,
     *,

@@ -12,6 +12,7 @@ from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.fitting import LikeOptions, partners_of, raise_differences, unfit
 from statetree.exchange.like import reads_values
 from statetree.exchange.manifest import is_cuttable
+from statetree.exchange.recognition import recognised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 
 @collective_unless(lambda options: options.get("src") is None)
+@recognised("full", "like")
 def distribute(
     full: T | None,
     like: T,

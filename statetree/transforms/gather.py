@@ -10,6 +10,7 @@ from statetree.declare import collective, leafwise
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.destination import WholeOn
 from statetree.exchange.driver import exchange
+from statetree.exchange.recognition import recognised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 @leafwise
 @collective
+@recognised("tree", compares_values=False)
 def gather(
     tree: T,
     *,

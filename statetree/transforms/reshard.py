@@ -8,6 +8,7 @@ from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.driver import exchange
 from statetree.exchange.fitting import LikeOptions
+from statetree.exchange.recognition import recognised
 from statetree.transforms.deltas.delta import Delta
 from statetree.transforms.deltas.moving import moved_delta
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 
 @collective
+@recognised("tree", "like")
 def reshard(
     tree: T,
     like: Any,
