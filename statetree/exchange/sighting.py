@@ -115,9 +115,8 @@ class Sighting:
         for leaf in self.leaves:
             leaf_type = leaf_type_of(type(leaf))
             if leaf_type is not None and id(leaf) not in made:
-                (part, *attributes), context = leaf_type.unpack(leaf)
-                bare = parts[id(part)]
-                made[id(leaf)] = bare if context is None else leaf_type.pack(context, [bare, *attributes])
+                (part,), context, attributes = leaf_type.contents(leaf)
+                made[id(leaf)] = leaf_type.assemble(context, [parts[id(part)]], attributes)
         return [made.get(id(leaf), leaf) for leaf in self.leaves], [parts[id(part)] for part in self.parts]
 
 

@@ -101,16 +101,18 @@ def _taken_apart(value: Any) -> tuple[dict[str, Any], dict[str, tuple[str, Any]]
     if leaf_type is None:
         return parts, {"value": (VALUES, value)}, None
     try:
-        inner, rest = leaf_type.unpack(value)
+        inner, rest, attributes = leaf_type.contents(value)
     except StateTreeError:  # it cannot be taken apart: it equals itself alone
         return parts, {"identity": (VALUES, id(value))}, None
-    if not isinstance(value, torch.Tensor):
-        return {f"<part {at}>": part for at, part in enumerate(inner)}, {OBJECT: (VALUES, rest)}, None
     parts = {f"<part {at}>": part for at, part in enumerate(inner) if part is not value}
+    if attributes:
+        parts["<attributes>"] = attributes
+    if not isinstance(value, torch.Tensor):
+        return parts, {OBJECT: (VALUES, rest)}, None
     if value.layout is torch.jagged:  # whose shape is a symbol, which equals itself alone
         rest = leaf_type.describe(value), rest[-1]
-    elif isinstance(rest, tuple):  # a fake tensor is part of what it is made of
-        rest = tuple([None if held is value else held for held in rest])
+    elif rest is value:  # a fake tensor is all that it is made of
+        rest = None
     facts = {name: (GEOMETRY, _answer(question, value)) for name, question in _FACTS.items()}
     plain = None
     if any(part is value for part in inner):
