@@ -175,12 +175,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1  ->  2",
     ): "no rank looks at the last entry",
     (
-        "tree/instances.py",
-        "if cls is dict or (cls is OrderedDict and not vars(value)):",
-        "cls is dict or (cls is OrderedDict and (not vars(value)))  ->  "
-        "cls is dict and (cls is OrderedDict and (not vars(value)))",
-    ): "it is taken apart as a tree, which takes longer, and comes out the same",
-    (
         "exchange/plan.py",
         "LARGE_BYTES: Final = 1 << 20",
         "1  ->  2",
@@ -190,28 +184,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "most = [0, 0]",
         "0  ->  1",
     ): "a bucket of one byte, which no round needs, is taken where one of none would do",
-    (
-        "tree/traversal.py",
-        "if depth > MAX_ATTRIBUTE_DEPTH:",
-        "depth > MAX_ATTRIBUTE_DEPTH  ->  depth >= MAX_ATTRIBUTE_DEPTH",
-    ): "attributes that lie deeper are children instead of metadata, and come out the same",
-    (
-        "tree/instances.py",
-        "kept = None if is_field else freeze(value, plain + 1)",
-        "1  ->  2",
-    ): "attributes that lie deeper are children instead of metadata, and come out the same",
-    (
-        "tree/registry.py",
-        "if is_atom_type(cls) or issubclass(cls, torch.Tensor) or not _LEAF_BASES.isdisjoint(cls.__mro__):",
-        "is_atom_type(cls) or issubclass(cls, torch.Tensor) or (not _LEAF_BASES.isdisjoint(cls.__mro__))  ->  "
-        "is_atom_type(cls) and issubclass(cls, torch.Tensor) and (not _LEAF_BASES.isdisjoint(cls.__mro__))",
-    ): "it is not remembered what the class is, and found out every time",
     ("exchange/routes.py", "return 0", "0  ->  1"): "a bound of one element, where nothing comes",
-    (
-        "tree/registry.py",
-        "def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:",
-        "0  ->  1",
-    ): "it is about attributes, which these containers do not have",
     (
         "spans/overlaps.py",
         "return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))",

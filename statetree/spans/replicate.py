@@ -130,6 +130,8 @@ def copy_spans(columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], 
         else:
             targets.append(as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
             sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
+    if not targets:
+        return
     if columns.on_cpu and buffers[0].storage.device.type == "cpu":
         copy_together(targets, sources, nbytes)
     else:

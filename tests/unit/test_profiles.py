@@ -15,7 +15,7 @@ from benchmarks.measure import WrongResult
 from benchmarks.ranks import RankRow
 from benchmarks.rows import Row
 from benchmarks.states import many_small
-from statetree.spans import layout as spans
+from statetree.spans import threads as spans
 from statetree.tree import traversal as tree
 
 TINY = 0.001
