@@ -101,6 +101,7 @@ PHASES: Final = {
     ),
     "bytes": (
         "statetree.torch_internals.copy_all",
+        "statetree.spans.threads.copy_together",
         "statetree.torch_internals.copy_each",
         "statetree.torch_internals.clone_all",
         "statetree.stager.batches.Batch.fill",
@@ -156,8 +157,8 @@ ELSEWHERE: Final = "elsewhere"
 FOR_THREADS: Final = ("concurrent.futures.Future.result", "concurrent.futures.ThreadPoolExecutor.shutdown")
 NAMES: Final = (*PHASES, REST)
 
-#: Groups of rows whose figures are about growth, or that have a process of their own, or need a GPU.
-LEFT_OUT: Final = frozenset({"leaves", "scale", "import", "gpu"})
+#: Groups of rows about growth, about files and conversions, that have or need other processes, or need a GPU.
+LEFT_OUT: Final = frozenset({"leaves", "scale", "import", "gpu", "busy", "convert", "combine"})
 
 
 class Profiled(NamedTuple):

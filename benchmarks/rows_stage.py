@@ -86,10 +86,15 @@ def beside(busy: int) -> Callable[[State], list[Contender]]:
         found = again(state)
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
         for other in others:
-            weakref.finalize(found[0].run, other.kill)  # with the row
+            weakref.finalize(found[0].run, _end, other)  # with the row
         return found
 
     return contenders
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def for_the_first_time(state: State) -> list[Contender]:
@@ -228,7 +233,7 @@ ROWS = (
     Row("stage", "stage again", few_large, again_large, (share(0.95, "copy_"),)),
     Row("stage", "stage again", of_3_mb, again, (faster("StateDictStager", 2),)),
     *(
-        Row("stage", f"stage again beside {busy} busy", state, beside(busy), (faster("StateDictStager", 2),), rounds=11)
+        Row("busy", f"stage again beside {busy} busy", state, beside(busy), (faster("StateDictStager", 2),), rounds=11)
         for state in (few_large, of_3_mb)
         for busy in (1, 2)
     ),

@@ -98,7 +98,7 @@ SEEN = {
     "flatten + unflatten": {"flatten", "rebuild"},
     "to_flat + from_flat": {"flatten", "plan", "rebuild"},
     "gather to all": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
-    "gather to one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
+    "gather to one": {"flatten", "bytes", "rebuild", "waiting"},  # once it is recognised
     "gather to all, prepared": {"checks", "bytes", "waiting"},
     "dcp.save": {"plan", "sums", "archives", "waiting"},
     "dcp.load": {"plan", "sums", "archives", "waiting"},
