@@ -5,6 +5,7 @@ Containers and leaves are taken apart as the engines do it, by the registry of c
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -108,6 +109,8 @@ def _taken_apart(value: Any) -> tuple[dict[str, Any], dict[str, tuple[str, Any]]
     if attributes:
         parts["<attributes>"] = attributes
     if not isinstance(value, torch.Tensor):
+        if type(value) in (set, frozenset) and not parts:  # pickled in an order that a copy need not have
+            rest = sorted(map(pickle.dumps, value))
         return parts, {OBJECT: (VALUES, rest)}, None
     if value.layout is torch.jagged:  # whose shape is a symbol, which equals itself alone
         rest = leaf_type.describe(value), rest[-1]
