@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,10 +21,10 @@ from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
-from statetree.files.publishing import sync
+from statetree.files.publishing import alone_in, sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced-[0-9a-f]{32}")
@@ -133,7 +133,7 @@ class Series:
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync(self.directory.parent)
-        with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
+        with alone_in(self.directory):  # nobody takes what was just made, and is not yet locked, for a leftover
             self._clean()
             named = self.directory / name_of(step)
             if os.path.lexists(named) and not (named / METADATA).is_file():
@@ -143,28 +143,12 @@ class Series:
             path.mkdir()
             return UnfinishedStep(path, step)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let no other process make or clean up in the directory meanwhile."""
-        # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
-        handle = os.open(self.directory, os.O_RDONLY)
-        _handles.add(handle)
-        try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            _handles.discard(handle)
-            os.close(handle)
-
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
         path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
         inode = partial.path.stat().st_ino  # another writer may prune it as soon as it has its name
-        with self._alone():
+        with alone_in(self.directory):
             with suppress(FileNotFoundError):
                 os.rename(path, aside)
             os.unlink(partial.path / _LOCK)
@@ -192,7 +176,7 @@ class Series:
 
     def prune(self, keep: Kept, latest: StepDirectory) -> list[Event]:
         """Remove what was replaced, and all steps that are not kept; never the one just saved."""
-        with self._alone():
+        with alone_in(self.directory):
             found = self.all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
             kept = {latest, *(complete if keep.latest is None else complete[-keep.latest :])}
@@ -270,8 +254,6 @@ class UnfinishedStep:
 _LOCK: Final = ".lock"
 #: The names of checkpoints that this process writes, with its number: a forked one has a copy of the names.
 _own: Final[dict[str, int]] = {}
-#: The handles by which this process is alone in a directory.
-_handles: Final[set[int]] = set()
 
 
 def _is_in_use(path: str) -> bool:
@@ -289,12 +271,3 @@ def _is_in_use(path: str) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def _leave_to_the_parent() -> None:
-    """In a forked process: let go of directories that the parent is alone in, which may be killed before it is done."""
-    while _handles:
-        os.close(_handles.pop())
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -92,7 +92,7 @@ def write_whole(
             sync(folder / name)
         sync(folder)
         home = target if is_directory else target.parent
-        with _alone_in(target.parent):
+        with alone_in(target.parent):
             # Whoever reads the one that is there would see that it was replaced.
             if by_several and overwrite and all(_is_same_file(folder / name, home / name) for name in names):
                 return
@@ -119,10 +119,11 @@ def write_whole(
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Let no other process publish in the directory meanwhile."""
+def alone_in(directory: Path) -> Iterator[None]:
+    """Let no other process that does so go on in the directory meanwhile."""
     # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
     handle = os.open(directory, os.O_RDONLY)
+    _handles.add(handle)
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -130,7 +131,21 @@ def _alone_in(directory: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
+        _handles.discard(handle)
         os.close(handle)
+
+
+#: The handles by which this process is alone in a directory.
+_handles: Final[set[int]] = set()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: let go of directories that the parent is alone in, which may be killed before it is done."""
+    while _handles:
+        os.close(_handles.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _is_same_file(new: Path, old: Path) -> bool:

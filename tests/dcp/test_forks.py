@@ -17,6 +17,7 @@ import torch
 import statetree as st
 from statetree import dcp
 from statetree.dcp import Checkpointer, saving, series
+from statetree.files.publishing import alone_in
 from tests.pace import units
 
 FORKS = {"by Python": os.fork, "in C code": ctypes.PyDLL(None).fork}
@@ -118,11 +119,16 @@ def test_a_child_that_outlives_a_killed_trainer_keeps_no_step_that_was_half_writ
         os.close(tell)
 
 
-def test_a_child_of_a_trainer_that_was_killed_while_alone_in_the_directory_lets_others_save(tmp_path):
+@pytest.mark.parametrize(
+    "save",
+    [lambda state, path: Checkpointer(path).save(1, state), lambda state, path: st.save(state, path / "a.pt")],
+    ids=["a step", "a file"],
+)
+def test_a_child_of_a_trainer_that_was_killed_while_alone_in_the_directory_lets_others_save(save, tmp_path):
     told, tell = os.pipe()
 
     def train():
-        with series.Series(tmp_path)._alone():
+        with alone_in(tmp_path):
             os.write(tell, str(started(signal.pause)).encode())
             signal.pause()
 
@@ -131,7 +137,7 @@ def test_a_child_of_a_trainer_that_was_killed_while_alone_in_the_directory_lets_
     try:
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
-        in_time(lambda: Checkpointer(tmp_path).save(1, {"w": torch.arange(3.0)}))
+        in_time(lambda: save({"w": torch.arange(3.0)}, tmp_path))
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(told)
