@@ -301,22 +301,17 @@ def _select(part: Sequence[Interval], start: int, stop: int, found: list[Interva
     position = 0
     for low, high in part:
         first, last = max(start - position, 0), min(stop - position, high - low)
-        if first < last and found and found[-1][1] == low + first:
-            found[-1] = (found[-1][0], low + last)
-        elif first < last:
-            found.append((low + first, low + last))
+        if first < last:
+            add_interval(found, low + first, low + last)
         position += high - low
 
 
-def merged_intervals(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return intervals with those as one of which each begins where the one before ends."""
-    merged: list[Interval] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged
+def add_interval(found: list[Interval], start: int, stop: int) -> None:
+    """Add an interval to a list, as one with the last if it begins where that ends."""
+    if found and found[-1][1] == start:
+        found[-1] = (found[-1][0], stop)
+    else:
+        found.append((start, stop))
 
 
 def by_rank(layout: ChunkLayout) -> dict[int, list[Box]]:

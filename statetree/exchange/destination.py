@@ -59,9 +59,6 @@ class Destination:
 
     manifests: Sequence[Manifest] = ()
 
-    def read_stored(self) -> None:
-        """Read what the source has not read yet. By default it has read everything."""
-
     def __init__(self, source: Manifest, leaves: list[Any]) -> None:
         self.source = source
         self.leaves = leaves
@@ -82,6 +79,9 @@ class Destination:
             layouts: Those of the leaves of ``manifests``.
         """
         raise NotImplementedError
+
+    def read_stored(self) -> None:
+        """Read what the source has not read yet. By default it has read everything."""
 
     def write(self) -> None:
         """Write what this rank has itself, once the other elements are there."""

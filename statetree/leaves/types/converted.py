@@ -11,7 +11,7 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, view_over
 from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import merged_intervals
+from statetree.chunks.layouts import add_interval
 from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
@@ -207,9 +207,16 @@ def _joined(products: Sequence[tuple[tuple[Interval, ...], ...]]) -> list[Box]:
         alike: dict[Any, list[Interval]] = {}
         for row in rows:
             alike.setdefault((row[:dim], row[dim + 1 :]), []).extend(row[dim])
-        rows = [(*before, tuple(merged_intervals(sorted(own))), *after) for (before, after), own in alike.items()]
+        rows = [(*before, _merged(own), *after) for (before, after), own in alike.items()]
     corners = [chosen for row in rows for chosen in product(*row)]
     return [Box(tuple([low for low, _ in chosen]), tuple([high for _, high in chosen])) for chosen in corners]
+
+
+def _merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        add_interval(merged, start, stop)
+    return tuple(merged)
 
 
 def joined(leaf: Any) -> Any:
