@@ -9,12 +9,13 @@ from __future__ import annotations
 import _thread
 from collections import deque
 from contextlib import suppress
+from ctypes import memmove
 from functools import partial
 from operator import call
-from threading import Thread
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from statetree.spans.layout import is_dense
 from statetree.torch_internals import copy_all, is_zero_tensor, quietly, uninterrupted_event
@@ -22,14 +23,18 @@ from statetree.torch_internals import copy_all, is_zero_tensor, quietly, uninter
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_Item = TypeVar("_Item")
+
 #: torch divides no operation on so many elements (``GRAIN_SIZE``).
 SERIAL_ELEMENTS: Final = 32_768
 #: How many bytes are worth a thread: to start one takes as long as to copy a tenth of them.
 _WORTH_BYTES: Final = 4 << 20
 #: More threads than this have no more memory bandwidth.
 _MOST_THREADS: Final = 8
+#: How many bytes are moved in one call.
+_PIECE: Final = 1 << 20
 #: How many pieces of work there are for each thread, so that one that has to wait for a core leaves work to the others.
-_TURNS: Final = 4
+_TURNS: Final = 16
 
 
 def num_threads(nbytes: int) -> int:
@@ -40,7 +45,8 @@ def num_threads(nbytes: int) -> int:
 # Signal handlers run in the main thread, between two instructions of Python. What is written in part when one raises
 # would be a torn copy, and a thread that went on would write behind the caller's back. So the main thread starts one
 # thread and waits for it in a single call of C, which no handler interrupts, and all else is left to that thread.
-# Threads are not kept: there is nothing to renew after a fork, and nothing that a fork could find held.
+# Threads are not kept: there is nothing to renew after a fork, and nothing that a fork could find held. They are not
+# ``threading.Thread``s either: to join one from a bare thread leaves an entry of that thread there for ever.
 def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[Callable[[], Any]] = ()) -> None:
     """Make calls in threads, as if all of them were one call of C. What one of them raises is raised.
 
@@ -63,16 +69,23 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
         except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
             errors.append(error)
 
+    def work_until(over: _thread.LockType) -> None:
+        try:
+            work()
+        finally:
+            over.release()
+
     def lead() -> None:
-        others: list[Thread] = []
+        others: list[_thread.LockType] = []
         with suppress(RuntimeError):  # there can be no more of them
             for _ in range(count - 1):
-                other = Thread(target=work)
-                other.start()
-                others.append(other)
+                over = _thread.allocate_lock()
+                over.acquire()
+                _thread.start_new_thread(work_until, (over,))
+                others.append(over)
         work()
-        for other in others:
-            other.join()
+        for over in others:
+            over.acquire()
 
     def begin() -> None:
         try:
@@ -96,6 +109,8 @@ def _call_all(*functions: Callable[[], Any]) -> None:
     deque(map(call, functions), maxlen=0)
 
 
+# What lies alike is moved as bytes: one call of C for a megabyte costs nothing beside it, and does not hold the GIL.
+# torch's copy kernel would have to be called for pieces of a thirtieth of that, since it divides larger ones.
 def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], nbytes: Sequence[int]) -> None:
     """Do as ``copy_all`` for tensors in host memory, in threads of our own where there are enough bytes.
 
@@ -108,22 +123,49 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         copy_all(targets, sources)
         return
     undivided, into, of = list[tuple[torch.Tensor, torch.Tensor]](), list(targets), list(sources)
+    moves: list[tuple[int, int, int]] = []
     if max(nbytes) > SERIAL_ELEMENTS:
-        into, of = [], []
+        into, of, moved = [], [], []
         for target, source, size in zip(targets, sources, nbytes, strict=True):
-            if size <= SERIAL_ELEMENTS or target.numel() <= SERIAL_ELEMENTS:
+            if size > SERIAL_ELEMENTS and _are_bytes(target, source):
+                moved.append(target)
+                to, start = target.data_ptr(), source.data_ptr()
+                moves += [(to + at, start + at, min(_PIECE, size - at)) for at in range(0, size, _PIECE)]
+            elif target.numel() <= SERIAL_ELEMENTS:
                 into.append(target)
                 of.append(source)
             elif _lie_alike(target, source) and not is_zero_tensor(source):
-                for pieces, flat in zip((into, of), _flat_pair(target, source), strict=True):
-                    pieces += flat.split(SERIAL_ELEMENTS)
+                for pieces, tensor in zip((into, of), (target, source), strict=True):
+                    pieces += tensor.as_strided((tensor.numel(),), (1,)).split(SERIAL_ELEMENTS)
             else:
                 undivided.append((target, source))
+        increment_version(moved)  # as torch does where it writes, for the checks of autograd
     count = num_threads(sum(nbytes))
-    step = max(1, -(-len(into) // (_TURNS * count if count > 1 else 1)))
-    jobs = [_copying(into[at : at + step], of[at : at + step]) for at in range(0, len(into), step)]
-    last = [_copying([target for target, _ in undivided], [source for _, source in undivided])] if undivided else []
-    call_together(jobs, count, last)
+    turns = _TURNS * count if count > 1 else 1
+    jobs = [_moving(some) for some in _divided(moves, turns)]
+    jobs += [_copying(some) for some in _divided(list(zip(into, of, strict=True)), turns)]
+    call_together(jobs, count, [_copying(undivided)] if undivided else [])
+
+
+def _divided(items: list[_Item], turns: int) -> list[list[_Item]]:
+    step = max(1, -(-len(items) // turns))
+    return [items[at : at + step] for at in range(0, len(items), step)]
+
+
+def _are_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether to copy is to move the bytes of one piece of memory into another."""
+    if target.dtype != source.dtype or target.is_neg() != source.is_neg() or target.is_conj() != source.is_conj():
+        return False
+    return _lie_alike(target, source) and not is_zero_tensor(source)
+
+
+def _moving(moves: list[tuple[int, int, int]]) -> Callable[[], Any]:
+    return partial(deque, map(memmove, *zip(*moves, strict=True)), 0)
+
+
+def _copying(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], Any]:
+    targets, sources = map(list, zip(*pairs, strict=True))
+    return partial(torch._foreach_copy_, targets, sources)
 
 
 def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -131,17 +173,3 @@ def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
     if target.is_contiguous() and source.is_contiguous():
         return True
     return target.stride() == source.stride() and is_dense(False, target.shape, target.stride())  # noqa: FBT003
-
-
-def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    return partial(torch._foreach_copy_, list(targets), list(sources))
-
-
-def _flat_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dense tensors as flat ones: integers of eight bytes where that copies the same, in fewer pieces."""
-    target, source = (each.as_strided((each.numel(),), (1,)) for each in (target, source))
-    per = 8 // target.dtype.itemsize
-    whole = per > 1 and target.dtype == source.dtype and target.numel() % per == 0
-    if not whole or any(each.storage_offset() % per or each.is_conj() or each.is_neg() for each in (target, source)):
-        return target, source
-    return target.view(torch.int64), source.view(torch.int64)

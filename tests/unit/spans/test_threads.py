@@ -69,18 +69,39 @@ def test_bits_are_resolved_and_elements_converted():
 
 
 def test_torch_divides_none_of_it_and_keeps_its_setting():
-    real, seen = torch._foreach_copy_, []
+    real, real_move, seen, moved = torch._foreach_copy_, threads.memmove, [], []
 
     def copy(targets, sources):
         seen.append((threading.get_ident(), max(target.numel() for target in targets)))
         real(targets, sources)
 
+    def move(target, source, size):
+        moved.append((threading.get_ident(), size))
+        return real_move(target, source, size)
+
     lying_alike = [pair for pair in pairs() if pair[1].numel() and pair[1].stride() != (3,)]
-    with mock.patch.object(torch, "_foreach_copy_", copy):
-        copied(*zip(*lying_alike, strict=True))
+    converted = [(torch.empty(3 * SERIAL), numbers(3 * SERIAL, torch.int16)) for _ in range(3)]
+    with mock.patch.object(torch, "_foreach_copy_", copy), mock.patch.object(threads, "memmove", move):
+        copied(*zip(*lying_alike, *converted, strict=True))
     assert len(seen) > 4
-    assert threading.get_ident() not in [thread for thread, _ in seen]
+    assert len(moved) >= 7
+    assert threading.get_ident() not in [thread for thread, _ in [*seen, *moved]]
     assert max(largest for _, largest in seen) <= SERIAL
+    assert sum(size for _, size in moved) == sum(target.nbytes for target, _ in lying_alike if target.numel() > 5)
+
+
+def test_autograd_sees_that_memory_was_written():
+    weight = torch.ones(2 * SERIAL, requires_grad=True)
+    result = (weight * weight).sum()
+    copied([weight.detach()], [torch.zeros(2 * SERIAL)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_threads_leave_no_entry_behind():
+    for _ in range(3):
+        copied(*zip(*pairs(), strict=True))
+    assert not [each for each in threading.enumerate() if isinstance(each, threading._DummyThread)]
 
 
 def test_small_trees_start_no_thread(monkeypatch):
@@ -105,10 +126,15 @@ def test_one_thread_is_enough_where_there_are_no_more(monkeypatch, torch_has_one
 
 
 def test_fewer_threads_do_all_of_it(monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
+    real, started = threads._thread.start_new_thread, []
 
-    monkeypatch.setattr(threads.Thread, "start", refuse)
+    def refuse(*args):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", refuse)
     done = []
     call_together([lambda number=number: done.append(number) for number in range(9)], 4)
     assert sorted(done) == list(range(9))
@@ -157,7 +183,7 @@ def test_nothing_is_held_afterwards():
     def fail(*_):
         raise MemoryError("no more")
 
-    with mock.patch.object(torch, "_foreach_copy_", fail), pytest.raises(MemoryError, match="no more"):
+    with mock.patch.object(threads, "memmove", fail), pytest.raises(MemoryError, match="no more"):
         copied([target], [source])
     del target, source
     assert [each() for each in held] == [None, None]
