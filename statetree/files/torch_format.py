@@ -228,19 +228,34 @@ class TorchFormat(CheckpointFormat):
         try:
             save_as(offload(tree) if _is_loose(tree) else tree, folder / name)
         except (*_REFUSALS, PicklingError, RecursionError) as error:
-            msg = (
-                f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."
-            )
-            raise CheckpointError(msg) from error
+            what = f"torch cannot save the {_culprit(tree)}: {type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointError(f"save: {what}. Leave it out (select).") from error
         try:  # by the names in the pickle: tensors are neither made nor mapped
             refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(folder / name)[:5])
         except UnpicklingError as error:
             refused = gist(error)
         if refused:
-            what = f"the tree holds what torch.load(weights_only=True) refuses: {refused}"
+            what = f"the {_culprit(tree)} holds what torch.load(weights_only=True) refuses: {refused}"
             msg = f"save: {what}. Leave it out (select), or convert it to plain values."
             raise CheckpointError(msg)
         return [name]
+
+
+def _culprit(tree: Any) -> str:
+    """Return which value of a tree that was refused is refused by itself, for a message."""
+    leaves, spec = flatten(tree)
+    tensors_last = sorted(zip(spec.paths(), leaves, strict=True), key=lambda pair: isinstance(pair[1], torch.Tensor))
+    for path, leaf in tensors_last:
+        file = io.BytesIO()
+        try:
+            torch.save(leaf, file)
+            file.seek(0)
+            is_refused = bool(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        except Exception:  # noqa: BLE001 - whatever the value's own methods raise
+            is_refused = True
+        if is_refused:
+            return f"leaf at {path or '<root>'} ({type(leaf).__qualname__})"
+    return "tree"
 
 
 def _is_loose(tree: Any) -> bool:

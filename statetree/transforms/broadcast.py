@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@overload
+def broadcast(
+    tree: None, *, src: int = 0, group: ProcessGroup | None = None, bucket_bytes: int = ..., timeout: Timeout = None
+) -> Any: ...
+@overload
+def broadcast(
+    tree: T | None, *, src: int = 0, group: ProcessGroup | None = None, bucket_bytes: int = ..., timeout: Timeout = None
+) -> T: ...
 @collective
 @recognised("tree")
 def broadcast(
-    tree: T | None,
+    tree: Any,
     *,
     src: int = 0,
     group: ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
-) -> T:
+) -> Any:
     """Give every rank the source's tree.
 
     Structure, plain values, opaque objects, ties and geometry come out as they are on the source, bit for bit.

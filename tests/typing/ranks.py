@@ -25,5 +25,6 @@ def collectives(state: dict[str, Any], group: ProcessGroup) -> None:
 
 def from_the_source(state: dict[str, Any], rank: int) -> None:
     assert_type(st.broadcast(state if rank == 0 else None), dict[str, Any])
+    assert_type(st.broadcast(None, src=1), Any)
     assert_type(st.distribute(state if rank == 0 else None, state, src=0), dict[str, Any])
     assert_type(st.reshard(st.delta(state, state), like=state), st.Delta)

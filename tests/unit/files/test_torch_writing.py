@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
 
+import statetree as st
 from statetree.files.torch_format import save_as
 
 
@@ -40,3 +42,10 @@ def test_a_writer_that_is_freed_after_its_file_is_closed_does_not_end_the_proces
         interrupted_as_the_archive_is_closed(tmp_path / "file")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("value", [torch.Generator(), threading.Lock()], ids=["rng", "lock"])
+def test_what_cannot_be_saved_is_named_by_its_path(value, tmp_path):
+    with pytest.raises(st.CheckpointError, match=r"leaf at train\.odd \("):
+        st.save({"w": torch.ones(2), "train": {"odd": value, "step": 3}}, tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
