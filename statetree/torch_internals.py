@@ -98,6 +98,8 @@ def storages_sent() -> set[int]:
 
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
+#: Whether a tensor is a wrapper of ``torch.func.functionalize``, whose address is 0.
+is_functional: Final[Any] = torch._is_functional_tensor
 #: Whether torch's profiler records this thread.
 is_profiling: Final[Any] = torch._C._autograd._profiler_enabled
 #: A storage on an address, a device and a number of bytes: no memory is taken for it, and none freed.

@@ -317,8 +317,11 @@ def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
 
 
 def _not_admitted(what: str, name: str) -> CheckpointError:
-    remedy = "If you trust it, name the class with torch.serialization.add_safe_globals, or pass weights_only=False."
-    return CheckpointError(f"{what}: {name}: torch.load(weights_only=True) does not admit it. {remedy}")
+    msg = (
+        f"{what}: {name} is no class that load makes. If you trust it: of a directory, name the class with "
+        "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
+    )
+    return CheckpointError(msg)
 
 
 def _described(leaf: Any) -> str:

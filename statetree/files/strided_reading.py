@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from statetree.errors import UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.dtype.itemsize
     if not size:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    address = tensor.data_ptr()
+    if not address:
+        msg = f"a tensor of the shape {tuple(tensor.shape)} has no memory: expected one with elements. Materialize it."
+        raise UnsupportedLeaf(msg)
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:

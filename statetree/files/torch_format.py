@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep
+from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, warn
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
+from statetree.files.ranges import OpenFiles
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_members
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
-    from statetree.files.ranges import FileRange, OpenFiles
+    from statetree.files.ranges import FileRange
 
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
@@ -238,6 +239,11 @@ class TorchFormat(CheckpointFormat):
             what = f"the {_culprit(tree)} holds what torch.load(weights_only=True) refuses: {refused}"
             msg = f"save: {what}. Leave it out (select), or convert it to plain values."
             raise CheckpointError(msg)
+        if torch.serialization.get_safe_globals():  # which torch.load asks for, and nothing here does
+            foreign = self.open(folder / name, OpenFiles(verify=False), skip_foreign=True).foreign
+            if foreign:
+                what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"
+                warn(f"save: {what}. Read it with torch.load, or save a directory (a name without suffix).")
         return [name]
 
 

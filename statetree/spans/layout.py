@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.torch_internals import COPIED_AS_INTEGERS, set_bits, without_elements
+from statetree.torch_internals import COPIED_AS_INTEGERS, is_functional, set_bits, without_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +88,8 @@ def holds_memory(tensor: torch.Tensor) -> bool:
         return True
     itemsize = tensor.dtype.itemsize
     reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
+    if is_functional(tensor):
+        return False
     return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
 
 
@@ -99,6 +101,13 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
+    if 0 in columns.pointers and any(map(is_functional, columns.tensors)):
+        path = where(next(index for index, tensor in enumerate(columns.tensors) if is_functional(tensor)))
+        msg = (
+            f"{verb}: the leaf at {path or '<root>'} is a tensor of torch.func.functionalize: expected one with memory "
+            f"of its own. Call {verb} outside of the function."
+        )
+        raise UnsupportedLeaf(msg, path)
     if columns.whole:
         return
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from ctypes import memmove
 from functools import partial
 from operator import call
+from sys import is_finalizing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -52,10 +53,10 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
 
     Args:
         jobs: What is called: in any order, without autograd and modes.
-        count: In how many threads. With one, it is this thread.
+        count: In how many threads. With one, it is this thread; so it is while the interpreter ends.
         last: What is called in this thread when these are over.
     """
-    if count <= 1:
+    if count <= 1 or is_finalizing():  # a thread that starts while the interpreter ends never runs
         _call_all(*jobs, *last)
         return
     errors: list[BaseException] = []

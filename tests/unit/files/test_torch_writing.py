@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import threading
@@ -49,3 +50,18 @@ def test_what_cannot_be_saved_is_named_by_its_path(value, tmp_path):
     with pytest.raises(st.CheckpointError, match=r"leaf at train\.odd \("):
         st.save({"w": torch.ones(2), "train": {"odd": value, "step": 3}}, tmp_path / "a.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass
+class Admitted:
+    weight: object
+
+
+def test_what_torch_alone_reads_is_warned_of(tmp_path):
+    with torch.serialization.safe_globals([Admitted]):
+        with pytest.warns(UserWarning, match=r"load makes no objects of what the torch file holds \(.*Admitted\)"):
+            st.save({"a": Admitted(torch.ones(2))}, tmp_path / "a.pt")
+        assert torch.load(tmp_path / "a.pt")["a"].weight.tolist() == [1, 1]
+        with pytest.raises(st.CheckpointError, match=r"a torch file, read with torch\.load"):
+            st.load(tmp_path / "a.pt")
+        st.save({"a": torch.ones(2)}, tmp_path / "b.pt")  # without a warning, which would be an error here

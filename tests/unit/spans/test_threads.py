@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -96,6 +99,43 @@ def test_autograd_sees_that_memory_was_written():
     copied([weight.detach()], [torch.zeros(2 * SERIAL)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+@pytest.mark.parametrize("size", [10, 2 * SERIAL])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        st.offload,
+        st.digest,
+        st.Stager().stage,
+        lambda x: st.copy_into([torch.ones(x[0].shape)], x),
+        lambda x: st.delta(x, x),
+    ],
+    ids=["offload", "digest", "stage", "copy_into", "delta"],
+)
+def test_tensors_without_an_address_are_refused(size, verb):
+    def call(x):
+        with pytest.raises((st.UnsupportedLeaf, st.TreeMismatch), match=r"functionalize|expected freed"):
+            verb([x])
+        return x
+
+    torch.func.functionalize(call)(torch.arange(float(size)))
+
+
+def test_copies_end_while_the_interpreter_does():
+    code = """
+    import builtins, torch, statetree as st
+    torch.set_num_threads(4)
+    class Late:
+        def __del__(self, offload=st.offload):
+            print(*map(len, offload([self.weight])))
+    builtins.late = late = Late()
+    late.weight = torch.ones(4_000_000)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "4000000\n")
 
 
 def test_threads_leave_no_entry_behind():
