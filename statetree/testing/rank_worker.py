@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +27,18 @@ if TYPE_CHECKING:
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
-#: How long after a call's time is over its rank ends by itself, if no one has ended it.
-LATE_S = 30.0
 #: The files of a group: the call, which all ranks read; and how it ended on each rank, and where it hangs.
 CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
-#: How modules and files are found, and the environment variables.
-Surroundings = tuple[list[str], dict[str, str], str]
+#: How modules are found, and the environment variables.
+Surroundings = tuple[list[str], dict[str, str]]
 
 
 def surroundings() -> Surroundings:
     """Return those of this process."""
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:  # it was removed
-        directory = os.curdir
-    return sys.path, dict(os.environ), directory
+    return sys.path, dict(os.environ)
 
 
-def _take_over(path: list[str], environment: dict[str, str], directory: str) -> None:
+def _take_over(path: list[str], environment: dict[str, str]) -> None:
     """Make the caller's surroundings those of this process. By default, gloo listens on the loopback only."""
     sys.path[:] = path
     loopback = [("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -52,7 +46,6 @@ def _take_over(path: list[str], environment: dict[str, str], directory: str) -> 
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
-    os.chdir(directory)
 
 
 def packed(value: Any) -> bytes:
@@ -67,29 +60,26 @@ class _TensorPickler(pickle.Pickler):
         if isinstance(value, torch.storage.TypedStorage):
             return _typed, (value._untyped_storage, value.dtype)
         if type(value) is torch.UntypedStorage:
-            content = None if value.device.type == "meta" else _bytes_of(value.cpu())
-            return _storage, (content, value.nbytes(), str(value.device))
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+            return _storage, (value.nbytes() if whole.is_meta else whole.cpu().numpy().tobytes(),)
         return NotImplemented
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().tobytes()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _storage(content: bytes | None, nbytes: int, device: str) -> torch.UntypedStorage:
-    storage = torch.UntypedStorage(nbytes, device=device)
-    if content:
-        storage.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage())
-    return storage
+def _storage(content: bytes | int) -> torch.UntypedStorage:
+    if isinstance(content, int):
+        return torch.UntypedStorage(content, device="meta")
+    if not content:  # which `frombuffer` refuses
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage().clone()
 
 
-def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
-    return pickle.dumps((timeout_s, surroundings(), packed((fn, args))))
+    return pickle.dumps((surroundings(), packed((fn, args))))
 
 
 def serve(
@@ -112,9 +102,9 @@ def serve(
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 connection.recv_bytes()
-                answer = failure or _answer((folder / CALL).read_bytes(), stack)
-                (folder / ANSWER.format(rank)).write_bytes(answer)
-                connection.send_bytes(b"answer")
+                begun = folder / f"begun{rank}"
+                begun.write_bytes(failure or _answer((folder / CALL).read_bytes()))
+                begun.rename(folder / ANSWER.format(rank))  # it is there when it is whole
     _leave(folder)
 
 
@@ -132,11 +122,9 @@ def _end_with_the_caller(folder: Path) -> None:
     _leave(folder)
 
 
-def _answer(call: bytes, stack: IO[str]) -> bytes:
+def _answer(call: bytes) -> bytes:
     try:
-        timeout_s, caller, rest = pickle.loads(call)
-        # Should the caller be gone, and C code keep the thread that notices from running, this ends the process.
-        faulthandler.dump_traceback_later(timeout_s + LATE_S, exit=True, file=stack)
+        caller, rest = pickle.loads(call)
         _take_over(*caller)
         fn, args = pickle.loads(rest)
         value = packed(fn(*args))
@@ -144,8 +132,6 @@ def _answer(call: bytes, stack: IO[str]) -> bytes:
         return pickle.dumps(("returned", value, "", is_worn))
     except BaseException as error:
         return _failure(error)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _failure(error: BaseException) -> bytes:
