@@ -14,6 +14,7 @@ import functools
 import math
 import pickle
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,7 +276,9 @@ def _smaller(body: str) -> Iterator[str]:
         text = returned[:start] + new + returned[stop:]
         return b"\n".join([*(line for line in lines if line.split()[0] in text), text]).decode()
 
-    parts: list[Any] = [each for each in ast.walk(ast.parse(returned)) if isinstance(each, _PARTS)]
+    parts: list[Any] = [
+        each for each in ast.walk(ast.parse(returned)) if isinstance(each, _PARTS) or getattr(each, "id", "") in SHARED
+    ]
     for part in parts:
         start, stop = part.col_offset, part.end_col_offset
         inner = [other for other in parts if start <= other.col_offset < other.end_col_offset <= stop]
@@ -300,7 +303,8 @@ def smallest(body: str, fails: Callable[[str], bool]) -> str:
             break
         candidate = min(untried, key=size)
         tried.add(candidate)
-        with contextlib.suppress(Exception):  # which a body raises that makes no tree
+        # What a body raises that makes no tree, and what Python says of it before.
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             run(candidate)
             body = candidate if fails(candidate) else body
     return body
