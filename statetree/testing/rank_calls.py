@@ -13,27 +13,29 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import unit_measured, units
-from statetree.testing.rank_worker import ANSWER, CALL, STACK, is_in_step, pickled_call, serve, surroundings
+from statetree.testing.rank_worker import STACK, answer, is_in_step, pickled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from statetree.testing.rank_worker import Answer
 
 R = TypeVar("R")
 
 #: How many units the other ranks may go on once one has failed, how many the ranks may take to find out whether they
 #: are in step, to write down where they hang, and to end by themselves.
 GRACE_UNITS, IN_STEP_UNITS, STACK_UNITS, ENDING_UNITS = 2.5, 2.5, 0.5, 5
-#: How often it is looked whether a rank has answered.
-POLL_S = 0.0005
 #: What the server has imported from which the processes of ranks are forked: they need not import it again.
-PRELOADED = [serve.__module__]
+PRELOADED = [answer.__module__]
 #: Below its frames nothing is the user's.
-WORKER_FILE = serve.__code__.co_filename
+WORKER_FILE = answer.__code__.co_filename
 NOT_BEGUN = (
     " It had not begun. Ranks import the main module: in a script, keep what calls run_ranks under "
     '`if __name__ == "__main__":`, and do not read the script from standard input.'
@@ -92,7 +94,7 @@ def run_ranks(
         refuse("run_ranks: fn", "a function", fn, TypeError)
     call = _pickled(fn, args)
     with rank_pool(world_size, collective_timeout, fresh=fresh) as pool:
-        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=units(GRACE_UNITS))
+        outcomes = pool.call(call, deadline=time.monotonic() + timeout)
     failures = [outcome for outcome in outcomes if outcome.status != "returned"]
     if failures:
         name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -118,81 +120,14 @@ class Outcome:
     status: str  # returned, raised, died (its process ended), hung (it was killed), strayed (from others' collectives)
     value: Any = None  # what was returned, or the exception that was raised, if it can be pickled
     report: str = ""  # the traceback of what was raised, where it hung, or how its process ended
+    is_worn: bool = False  # whether its process should not be called again
 
     def __str__(self) -> str:
         return f"--- rank {self.rank} {self.status}\n{self.report}".rstrip()
 
 
-class Rank:
-    """The process of one rank. No wait for it is longer than asked, whatever it does.
-
-    Calls and answers are files in a folder that both know. What goes through the connection is only that there is a
-    call: so short a message is always sent at once, also if the rank is stopped.
-    """
-
-    def __init__(self, rank: int, world_size: int, folder: Path, collective_timeout: float) -> None:
-        self.rank = rank
-        self.is_worn = False
-        self._answer, self._stack = folder / ANSWER.format(rank), folder / STACK.format(rank)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
-        self._end, its_end = context.Pipe()
-        arguments = (rank, world_size, folder, collective_timeout, its_end, surroundings())
-        self.process = context.Process(target=serve, args=arguments, daemon=True)
-        with its_end, unit_measured():  # closed here, so that only the process has it
-            self.process.start()
-
-    def notify(self) -> None:
-        """Tell the rank that there is a call."""
-        self._answer.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it has ended, as will be seen
-            self._end.send_bytes(b"call")
-
-    def has_finished(self) -> bool:
-        """Whether there is no more to wait for: the rank has answered, or its process has ended."""
-        has_ended = self.process.exitcode is not None  # asked first: what it has answered before is seen below
-        return self._answer.exists() or has_ended
-
-    def outcome(self) -> Outcome:
-        """Return how a call ended that has finished."""
-        if not self._answer.exists():
-            report = f"Its process ended with exit code {self.process.exitcode}."
-            return Outcome(self.rank, "died", None, report + ("" if self._stack.exists() else NOT_BEGUN))
-        status, pickled, report, self.is_worn = pickle.loads(self._answer.read_bytes())
-        try:
-            return Outcome(self.rank, status, pickle.loads(pickled), report)
-        except Exception as error:
-            if status == "raised":
-                return Outcome(self.rank, "raised", None, report)
-            text = "".join(traceback.format_exception(error))
-            return Outcome(self.rank, "raised", error, f"What it returned cannot be unpickled.\n{text}")
-
-    def hung(self) -> Outcome:
-        """Have a process that hangs write down where, and return that."""
-        assert self.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        until = time.monotonic() + units(STACK_UNITS)
-        lines: list[str] = []
-        own = 0
-        while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last
-            time.sleep(0.01)
-            lines = self._stack.read_text().splitlines() if self._stack.exists() else []
-            own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
-        where = "\n".join(lines[:own]) or "It does not say where: it may be stopped, or not have begun."
-        return Outcome(self.rank, "hung", None, f"It did not end in time, and was killed. {where}")
-
-    def close(self, until: float) -> None:
-        """End the process, even if it does not end by itself."""
-        self._end.close()
-        if self._answer.exists():  # a process that is measured writes down what it did
-            self.process.join(max(0.0, until - time.monotonic()))
-        self.process.kill()
-        self.process.join(units(ENDING_UNITS))
-
-
 class RankPool:
-    """The processes of one gloo group.
+    """The processes of one gloo group: of each rank an executor with one process.
 
     ``is_sound`` says whether they can take another call: all ranks returned, and made the same collectives.
     """
@@ -200,55 +135,91 @@ class RankPool:
     def __init__(self, world_size: int, collective_timeout: float) -> None:
         self.is_sound = True
         self._folder = tempfile.TemporaryDirectory(prefix="statetree-ranks-", ignore_cleanup_errors=True)
-        self._ranks: list[Rank] = []
-        try:
-            for rank in range(world_size):
-                self._ranks.append(Rank(rank, world_size, Path(self._folder.name), collective_timeout))
-        except BaseException:
-            self.close()
-            raise
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
+        self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
+        self._joining = [(rank, world_size, self._folder.name, collective_timeout) for rank in range(world_size)]
+        self._processes: list[Any] = []
 
     @property
     def is_alive(self) -> bool:
         """Whether none of the processes has ended."""
-        return all(rank.process.is_alive() for rank in self._ranks)
+        return all(process.is_alive() for process in self._processes)
 
-    def call(self, call: bytes, *, deadline: float, grace_s: float) -> list[Outcome]:
+    def call(self, call: bytes, *, deadline: float, grace_s: float | None = None) -> list[Outcome]:
         """Run a pickled call on all ranks, until a deadline; once one has failed, the others may go on for a while."""
         self.is_sound = False  # until it has ended well
         outcomes = self._run(call, deadline, grace_s)
         if all(outcome.status == "returned" for outcome in outcomes):
-            is_worn = any(rank.is_worn for rank in self._ranks)
+            is_worn = any(outcome.is_worn for outcome in outcomes)
             outcomes = self._in_step(outcomes, deadline)
             self.is_sound = not is_worn and all(outcome.status == "returned" for outcome in outcomes)
         return outcomes
 
     def close(self) -> None:
-        """End the processes, and remove what they left."""
-        until = time.monotonic() + units(ENDING_UNITS)
+        """End the processes, even if they do not end by themselves, and remove what they left."""
+        until = time.monotonic() + (units(ENDING_UNITS) if self.is_sound else 0.0)
         for rank in self._ranks:
-            rank.close(until)
+            rank.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))  # one that is measured writes down what it did
+            process.kill()
+            process.join(units(ENDING_UNITS))
         self._folder.cleanup()
 
-    def _run(self, call: bytes, deadline: float, grace_s: float) -> list[Outcome]:
-        (Path(self._folder.name) / CALL).write_bytes(call)
-        for rank in self._ranks:
-            rank.notify()
-        pending, outcomes = list(self._ranks), {}
+    def _run(self, call: bytes, deadline: float, grace_s: float | None) -> list[Outcome]:
+        futures: dict[Future[Answer], int] = {}
+        for number, rank in enumerate(self._ranks):
+            with unit_measured():  # the first call starts the processes
+                futures[rank.submit(answer, *self._joining[number], call)] = number
+        self._processes = self._processes or [next(iter(rank._processes.values())) for rank in self._ranks]
+        outcomes: dict[int, Outcome] = {}
+        pending = set(futures)
         while pending:
-            left = max(0.0, deadline - time.monotonic())
-            done = [rank for rank in pending if rank.has_finished()]
-            if not done and not left:
-                break
+            done, pending = wait(pending, max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
             if not done:
-                time.sleep(min(left, POLL_S))
-            pending = [rank for rank in pending if rank not in done]
-            for rank in done:
-                outcomes[rank.rank] = rank.outcome()
-                if outcomes[rank.rank].status != "returned":
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        outcomes |= {rank.rank: rank.hung() for rank in pending}
-        return [outcomes[rank.rank] for rank in self._ranks]
+                break
+            for future in done:
+                number = futures[future]
+                outcomes[number] = self._outcome(number, future)
+                if outcomes[number].status != "returned":
+                    left = units(GRACE_UNITS) if grace_s is None else grace_s
+                    deadline = min(deadline, time.monotonic() + left)
+        outcomes |= {futures[future]: self._hung(futures[future]) for future in pending}
+        return [outcomes[number] for number in range(len(self._ranks))]
+
+    def _outcome(self, rank: int, future: Future[Answer]) -> Outcome:
+        """Return how a call ended that has finished."""
+        try:
+            status, pickled, report, is_worn = future.result()
+        except BrokenExecutor:
+            self._processes[rank].join(units(STACK_UNITS))  # its exit code may come later than its end
+            report = f"Its process ended with exit code {self._processes[rank].exitcode}."
+            return Outcome(rank, "died", None, report + ("" if self._stack(rank).exists() else NOT_BEGUN))
+        try:
+            return Outcome(rank, status, pickle.loads(pickled), report, is_worn)
+        except Exception as error:
+            if status == "raised":
+                return Outcome(rank, "raised", None, report)
+            text = "".join(traceback.format_exception(error))
+            return Outcome(rank, "raised", error, f"What it returned cannot be unpickled.\n{text}")
+
+    def _hung(self, rank: int) -> Outcome:
+        """Have a process that hangs write down where, and return that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        until = time.monotonic() + units(STACK_UNITS)
+        lines: list[str] = []
+        own = 0
+        while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last
+            time.sleep(0.01)
+            lines = self._stack(rank).read_text().splitlines() if self._stack(rank).exists() else []
+            own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
+        where = "\n".join(lines[:own]) or "It does not say where: it may be stopped, or not have begun."
+        return Outcome(rank, "hung", None, f"It did not end in time, and was killed. {where}")
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name, STACK.format(rank))
 
     def _in_step(self, outcomes: list[Outcome], deadline: float) -> list[Outcome]:
         """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""

@@ -16,15 +16,13 @@ from statetree.testing.rank_calls import run_ranks
 from statetree.testing.sources import module, run, smallest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from statetree.testing.laws import Law, Transform
 
 #: What a law says of one state; of several ranks, the first of these that one says.
 FAILS, HANGS, REFUSED, SAYS_NOTHING, HOLDS = OUTCOMES = ("fails", "hangs", "refused", "says nothing", "holds")
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
-#: How many states go to the ranks at once.
-BATCH = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +144,8 @@ def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]])
     counts: Counter[str] = Counter()
     refusal = ""
     for world_size, some in states.items():
-        for state, (found, said) in zip(some, _outcomes(law, transform, world_size, some), strict=False):
+        for state in some:
+            found, said = _outcome(law, transform, state, world_size)
             counts[found] += 1
             refusal = refusal or (said if found == REFUSED else "")
             if found in (FAILS, HANGS):
@@ -159,31 +158,16 @@ def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]])
     return Verdict(law, True if counts[HOLDS] else None, counts[HOLDS], counts[REFUSED], refusal)
 
 
-def _outcomes(law: Law, transform: Transform, world_size: int | None, states: list[str]) -> Iterator[tuple[str, str]]:
-    """Say for each state whether a law holds, and what was said."""
+def _outcome(law: Law, transform: Transform, state: str, world_size: int | None) -> tuple[str, str]:
+    """Say whether a law holds for a state, and what was said."""
     if world_size is None:
-        yield from (outcome(law, transform, state) for state in states)
-        return
-    for start in range(0, len(states), BATCH):
-        yield from _on_ranks(law, transform, world_size, states[start : start + BATCH])
-
-
-def _on_ranks(law: Law, transform: Transform, world_size: int, states: list[str]) -> Iterator[tuple[str, str]]:
-    call, limits = functools.partial(_each_outcome, law, transform, states), (units(20), units(2))
+        return outcome(law, transform, state)
     try:
-        found = run_ranks(world_size, call, timeout=limits[0], collective_timeout=limits[1])
-        yield from (min(on_ranks, key=lambda each: OUTCOMES.index(each[0])) for on_ranks in zip(*found, strict=True))
+        limits = {"timeout": units(20), "collective_timeout": units(2)}
+        found = run_ranks(world_size, outcome, law, transform, state, **limits)
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
-        if len(states) == 1:
-            yield HANGS, str(error)
-        else:
-            for state in states:
-                yield from _on_ranks(law, transform, world_size, [state])
-
-
-def _each_outcome(law: Law, transform: Transform, states: list[str]) -> list[tuple[str, str]]:
-    # Also after one for which the law fails, perhaps on this rank alone: all take part in all collectives.
-    return [outcome(law, transform, state) for state in states]
+        return HANGS, str(error)
+    return min(found, key=lambda each: OUTCOMES.index(each[0]))
 
 
 def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str, str]:

@@ -100,7 +100,7 @@ def tensor_plans(
 
 def tree_plans(leaves: st.SearchStrategy[Any] | None = None, **options: Any) -> st.SearchStrategy[Any]:
     """Plans of what ``state_trees`` draws."""
-    return sources_of(state_trees(leaves and leaves.map(source_of), **options))
+    return sources_of(state_trees(None if leaves is None else leaves.map(source_of), **options))
 
 
 def tied_plans(**options: Any) -> st.SearchStrategy[Any]:

@@ -107,7 +107,7 @@ def test_views_that_overlap_are_refused_though_their_values_agree():
     memory = torch.zeros(6)
     base = {"a": memory[:4], "b": memory[2:], "c": torch.zeros(1)}
     new = {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6]), "c": torch.zeros(1)}
-    with pytest.raises(st.TreeMismatch, match="ties at a: .*memory that it shares with b"):
+    with pytest.raises(st.TreeMismatch, match=r"ties at a: .*memory that it shares with b"):
         st.delta(new, base)
     target = {"a": memory[:4], "b": memory[2:], "c": torch.zeros(1)}
     with pytest.raises(st.TreeMismatch, match="memory that it shares with"):
