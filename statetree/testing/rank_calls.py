@@ -243,7 +243,7 @@ def close_kept() -> None:
 @contextlib.contextmanager
 def rank_pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
     """Lend a pool; keep it afterwards only if it is known to be sound."""
-    if not isinstance(world_size, int) or world_size < 1:
+    if type(world_size) is not int or world_size < 1:
         refuse("run_ranks: world_size", "a number of ranks, at least 1", world_size)
     key = (os.getpid(), world_size, collective_timeout)
     with contextlib.nullcontext() if fresh else _lock:

@@ -71,7 +71,7 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.T
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _storage(content: bytes | int) -> torch.UntypedStorage:
+def _storage(content: bytes | int) -> Any:
     if isinstance(content, int):
         return torch.UntypedStorage(content, device="meta")
     if not content:  # which `frombuffer` refuses

@@ -104,7 +104,7 @@ def numbered(first: int, shape: Sequence[int], dtype: torch.dtype, elements: str
         real = dtype.to_real()
         return torch.complex(numbered(first, shape, real, elements), numbered(first, shape, real) + 0.5)
     if elements != "counted" and dtype in _LAST_EXACT:
-        return (numbers * 2 + (2 ** _LAST_EXACT[dtype] + 1)).to(dtype)
+        return torch.add(numbers * 2, 2 ** _LAST_EXACT[dtype] + 1).to(dtype)
     if elements == "counted" or dtype not in _WITH_PAYLOADS:
         if dtype is torch.bool:
             return numbers % 2 == 1
@@ -116,10 +116,11 @@ def numbered(first: int, shape: Sequence[int], dtype: torch.dtype, elements: str
     size, mantissa = dtype.itemsize * 8, round(-math.log2(torch.finfo(dtype).eps))
     infinity = (2 ** (size - 1 - mantissa) - 1) << mantissa
     from_zero = (numbers - first) * first  # other tensors count by other steps
-    bits = {
+    bits: dict[str, torch.Tensor] = {
         "precise": numbers * 2 + (((2 ** (size - 2 - mantissa) - 1) << mantissa) + 1),
         "zeros": from_zero + -(2 ** (size - 1)),
         "infinite": infinity - from_zero,
         "nan": numbers + (infinity + 2 ** (mantissa - 1)),
-    }["precise" if elements == "nan" and size == 16 else elements]
-    return bits.to(_BITS[dtype.itemsize]).view(dtype)
+    }
+    chosen = bits["precise" if elements == "nan" and size == 16 else elements]
+    return chosen.to(_BITS[dtype.itemsize]).view(dtype)

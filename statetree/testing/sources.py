@@ -233,7 +233,13 @@ def code(source: str) -> str:
 
 def run(body: str) -> Any:
     """Make the tree of a body."""
-    names = {"torch": torch, "samples": samples, "collections": collections, "pickle": pickle, "Layout": Layout}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "samples": samples,
+        "collections": collections,
+        "pickle": pickle,
+        "Layout": Layout,
+    }
     exec(_compiled(body), names)
     return names["state"]()
 
@@ -284,11 +290,12 @@ def _smaller(body: str) -> Iterator[str]:
         inner = [other for other in parts if start <= other.col_offset < other.end_col_offset <= stop]
         texts = {b"None", b"torch.arange(2.0)", *(returned[each.col_offset : each.end_col_offset] for each in inner)}
         yield from (changed(start, stop, text) for text in sorted(texts))
-        items = getattr(part, "elts", getattr(part, "values", ()))
+        items: Sequence[ast.expr] = getattr(part, "elts", getattr(part, "values", ()))
         begins = [key.col_offset for key in getattr(part, "keys", items)]
+        ends = [item.end_col_offset or 0 for item in items]
         for at, item in enumerate(items):
-            before = items[at - 1].end_col_offset if at and item is items[-1] else begins[at]
-            yield changed(before, item.end_col_offset if item is items[-1] else begins[at + 1])
+            before = ends[at - 1] if at and item is items[-1] else begins[at]
+            yield changed(before, ends[at] if item is items[-1] else begins[at + 1])
 
 
 def smallest(body: str, fails: Callable[[str], bool]) -> str:

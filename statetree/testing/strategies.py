@@ -157,7 +157,8 @@ def plain_values() -> st.SearchStrategy[Any]:
 
 
 def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
-    if dtypes == "training":
+    if isinstance(dtypes, str):
+        check_some_of("dtypes", [dtypes], ["training"])
         return TRAINING_DTYPES
     check_some_of("dtypes", dtypes, DTYPES)
     return dtypes

@@ -163,8 +163,8 @@ def _outcome(law: Law, transform: Transform, state: str, world_size: int | None)
     if world_size is None:
         return outcome(law, transform, state)
     try:
-        limits = {"timeout": units(20), "collective_timeout": units(2)}
-        found = run_ranks(world_size, outcome, law, transform, state, **limits)
+        call = functools.partial(outcome, law, transform, state)
+        found = run_ranks(world_size, call, timeout=units(20), collective_timeout=units(2))
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
         return HANGS, str(error)
     return min(found, key=lambda each: OUTCOMES.index(each[0]))
