@@ -172,7 +172,8 @@ class RankPool:
         for number, rank in enumerate(self._ranks):
             with unit_measured():  # the first call starts the processes
                 futures[rank.submit(answer, *self._joining[number], call)] = number
-        self._processes = self._processes or [next(iter(rank._processes.values())) for rank in self._ranks]
+            if len(self._processes) == number:  # kept here: an executor forgets those that have ended
+                self._processes += rank._processes.values()
         outcomes: dict[int, Outcome] = {}
         pending = set(futures)
         while pending:
