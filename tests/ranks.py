@@ -21,13 +21,12 @@ def rank_outcomes(
     Ranks may raise, hang, or be killed. Unlike there, one that failed does not cut the others short.
     """
     limits = {**run_ranks.__kwdefaults__, **limits}
-    seconds = rank_calls._seconds("timeout", limits["timeout"])
-    call = rank_calls._pickled(fn, args, seconds)
-    with rank_calls._pool(world_size, limits["collective_timeout"], fresh=fresh) as pool:
-        return pool.call(call, deadline=time.monotonic() + seconds, grace_s=seconds)
+    call = rank_calls._pickled(fn, args)
+    with rank_calls.rank_pool(world_size, limits["collective_timeout"], fresh=fresh) as pool:
+        return pool.call(call, deadline=time.monotonic() + limits["timeout"], grace_s=limits["timeout"])
 
 
 def close_ranks() -> None:
     """End the processes that ``run_ranks`` keeps. The next call starts others."""
     with rank_calls._lock:
-        rank_calls._close_kept()
+        rank_calls.close_kept()

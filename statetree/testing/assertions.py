@@ -22,29 +22,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def assert_trees_equal(
-    a: Any,
-    b: Any,
-    *,
-    ties: bool = True,
-    strides: bool = True,
-    device: bool = False,
-    storages: bool = True,
-) -> None:
+def assert_trees_equal(a: Any, b: Any, *, ties: bool = True, storages: bool = True) -> None:
     """Assert that two trees are the same, down to the types of containers and the bits of elements.
 
     Containers must be of the same types, with the same keys in the same order, and the same attributes. Numbers must
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
     bits of elements. Objects of unknown classes are compared by what pickle would make of them; what cannot be taken
-    apart equals itself alone. Not compared are the gradients and hooks of tensors.
+    apart equals itself alone. Not compared are the devices, gradients and hooks of tensors.
 
     Args:
         a: Any value.
         b: What should be the same.
         ties: Whether tensors must be the same objects, share storages and overlap in the same places.
-        strides: Whether strides must be the same, and with ``ties`` the distances between tensors on one storage.
-        device: Whether tensors must be on the same device.
         storages: With ``ties``, whether tensors that do not overlap must share a storage if they did. (Those that
             lie more than 1 MiB apart need not.)
 
@@ -61,7 +51,7 @@ def assert_trees_equal(
         AssertionError: assert_trees_equal: the trees differ in 1 place:
           strides differ at w: (1, 2) against (3, 1)
     """
-    found = differences(a, b, ties=ties, strides=strides, device=device, storages=storages)
+    found = differences(a, b, ties=ties, storages=storages)
     raise_for("assert_trees_equal: the trees differ", [text for _, text in found])
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from statetree.testing import faults
@@ -17,30 +17,25 @@ from statetree.testing.rank_calls import run_ranks
 #: What an implementation is, by what the checks call it: a copy of a state, a stager, or a gather of it on all ranks.
 COPY, STAGER, GATHER = "copy", "stager", "gather"
 _KINDS = {"copied": COPY, "stager": STAGER, "gather": GATHER}
-FAILS, REFUSES, PASSES, UNSUPPORTED = "FAILS", "refuses", "passes", "unsupported"
+FAILS, REFUSES, PASSES = "FAILS", "refuses", "passes"
 Function = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class SilentFault:
-    """A fault that no error tells, and a function that raises ``AssertionError`` if an implementation has it."""
+    """A fault that no error tells.
 
+    Attributes:
+        kind: What kind of implementation may have it: ``copy``, ``stager`` or ``gather``.
+        name: One word or a few.
+        statement: What holds where it is absent, in one line.
+        check: A function that raises ``AssertionError`` if an implementation has it.
+    """
+
+    kind: str
+    name: str
+    statement: str
     check: Callable[[Any], None] = dataclasses.field(repr=False)
-
-    @property
-    def kind(self) -> str:
-        """What kind of implementation may have it: ``copy``, ``stager`` or ``gather``."""
-        return _KINDS[next(iter(inspect.signature(self.check).parameters))]
-
-    @property
-    def name(self) -> str:
-        """One word or a few."""
-        return self.check.__name__
-
-    @property
-    def statement(self) -> str:
-        """What holds where it is absent, in one line."""
-        return str(self.check.__doc__)
 
     @property
     def source(self) -> str:
@@ -58,7 +53,13 @@ def _functions() -> list[Callable[[Any], None]]:
 
 
 #: All faults that we know of, in the order of tables.
-FAULTS = tuple([SilentFault(made) for made in _functions() if made.__name__[0] != "_"])
+FAULTS = tuple(
+    [
+        SilentFault(_KINDS[made.__code__.co_varnames[0]], made.__name__, str(made.__doc__), made)
+        for made in _functions()
+        if made.__name__[0] != "_"
+    ]
+)
 
 
 class _Refused(Exception):
@@ -86,7 +87,7 @@ class FaultVerdict:
 
     fault: SilentFault
     outcome: str
-    said: str = ""  # what was noticed, what was raised, or what the documentation says
+    said: str = ""  # what was noticed, or what was raised
 
     def __str__(self) -> str:
         said = f": {self.said.splitlines()[0][:80]}" if self.said else ""
@@ -120,7 +121,6 @@ def conformance(
     stager: Callable[[], Any] | None = None,
     gather: Function | None = None,
     copy: Function | None = None,
-    unsupported: Mapping[str, str] | None = None,
     world_size: int = 2,
 ) -> Conformance:
     """Check implementations for the silent faults that we know.
@@ -134,13 +134,12 @@ def conformance(
         gather: A function of a state that holds DTensors, which every rank calls, and which returns it with whole
             tensors. It must be picklable.
         copy: A function of a state that returns a copy.
-        unsupported: The names of faults that the implementation documents as unsupported, and the reasons.
         world_size: How many ranks call ``gather``.
 
     Returns:
         A report, which is true if there is no silent fault, and prints as a table. ``failed`` are the names of faults;
-        ``report[name]`` has the ``fault``, what was ``said``, and the ``outcome``: ``passes``; ``FAILS``; ``refuses``,
-        if an error is raised; or ``unsupported``, if it does one of these last two and its documentation says so.
+        ``report[name]`` has the ``fault``, what was ``said``, and the ``outcome``: ``passes``, ``FAILS``, or
+        ``refuses`` if an error is raised.
 
     Raises:
         TypeError: If no implementation is given, or one cannot be called.
@@ -155,9 +154,6 @@ def conformance(
     given = {COPY: copy, STAGER: stager, GATHER: gather}
     if not any(given.values()) or not all(value is None or callable(value) for value in given.values()):
         refuse("conformance", "functions as copy, stager or gather", given, TypeError)
-    documented = unsupported or {}
-    if unknown := documented.keys() - {fault.name for fault in FAULTS}:
-        refuse("conformance: unsupported", f"names of faults ({', '.join(each.name for each in FAULTS)})", unknown)
     found = []
     for fault in FAULTS:
         if fault.kind == COPY and copy is not None:
@@ -166,9 +162,6 @@ def conformance(
             found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
         if fault.kind == GATHER and gather is not None:
             found.append(_on_ranks(fault, gather, world_size))
-    for at, verdict in enumerate(found):
-        if verdict.outcome != PASSES and verdict.fault.name in documented:
-            found[at] = FaultVerdict(verdict.fault, UNSUPPORTED, documented[verdict.fault.name])
     return Conformance(tuple(found))
 
 

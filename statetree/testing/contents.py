@@ -41,7 +41,6 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     "conjugate bit": lambda tensor: tensor.is_conj(),
     "negative bit": lambda tensor: tensor.is_neg(),
     "is_meta": lambda tensor: tensor.is_meta,
-    "device": lambda tensor: tensor.device,
     "fake mode": lambda tensor: tensor.fake_mode,
 }
 

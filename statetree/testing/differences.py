@@ -12,7 +12,7 @@ from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 #: How many differences are shown.
 SHOWN = 20
@@ -52,20 +52,17 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def differences(
-    a: Any, b: Any, *, ties: bool = True, strides: bool = True, device: bool = False, storages: bool = True
-) -> list[Finding]:
+def differences(a: Any, b: Any, *, ties: bool = True, storages: bool = True) -> list[Finding]:
     """Return where two trees differ, as ``assert_trees_equal`` describes it. Every aspect is looked at by itself."""
     left, right = entries(a), entries(b)
-    unasked = {name for name, asked in (("strides", strides), ("device", device)) if not asked}
     pairs = {path: (entry, right[path]) for path, entry in left.items() if path in right}
-    found = [finding for path, pair in pairs.items() for finding in _unlike(shown(path), pair, unasked)]
+    found = [finding for path, pair in pairs.items() for finding in _unlike(shown(path), pair)]
     for side, one, other in (("left", left, right), ("right", right, left)):
         alone = [path for path, entry in one.items() if path not in other and entry.above in other]
         for path in sorted(alone):
             aspect = GEOMETRY if isinstance(one[one[path].above].value, TENSORS) else STRUCTURE
             found.append(Finding(aspect, f"only on the {side} is {shown(path)}"))
-    exactly = strides and not any(finding.aspect == GEOMETRY for finding in found)
+    exactly = not any(finding.aspect == GEOMETRY for finding in found)
     met = [
         (shown(path), one.elements, other.elements)
         for path, (one, other) in pairs.items()
@@ -79,7 +76,7 @@ def differences(
     return found
 
 
-def _unlike(place: str, pair: tuple[TreePlace, TreePlace], unasked: Collection[str]) -> Iterator[Finding]:
+def _unlike(place: str, pair: tuple[TreePlace, TreePlace]) -> Iterator[Finding]:
     """Yield what is true of one entry and not of the other."""
     one, other = pair
     is_same_type = type(one.value) is type(other.value)
@@ -89,7 +86,7 @@ def _unlike(place: str, pair: tuple[TreePlace, TreePlace], unasked: Collection[s
     unlike = [
         (name, aspect, fact, other.facts[name][1])
         for name, (aspect, fact) in one.facts.items()
-        if name in other.facts and name not in unasked and not same_value(fact, other.facts[name][1])
+        if name in other.facts and not same_value(fact, other.facts[name][1])
     ]
     for name, aspect, fact, its in unlike:
         if name != CONTENTS or (is_same_type and len(unlike) == 1):  # else it only says so once more

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as st
 
-from statetree.testing.arguments import check_at_least, check_some_of
-from statetree.testing.dtensor_layout import LOCAL_GEOMETRIES, Layout, largest_sum, mesh_shape, over_later_dims, total
-from statetree.testing.elements import DTYPES
+from statetree.testing.dtensor_layout import LOCAL_GEOMETRIES, SUMMED, Layout, mesh_shape, over_later_dims
 from statetree.testing.strategies import shapes
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ def layouts(
             plain ones where two dims of the mesh are longer than 1, for which there must be four ranks.
         subsets: Whether meshes may leave ranks out.
     """
-    check_at_least("world_size", world_size, 1)
-    check_some_of("dtypes", dtypes, DTYPES)
     found = meshes(world_size, subsets=subsets)
     deep = [mesh for mesh in found if len(mesh_shape(mesh)) > 1]
     wide = [mesh for mesh in deep if sum(size > 1 for size in mesh_shape(mesh)) > 1] or deep
@@ -57,11 +53,9 @@ def layouts(
         by_dims = itertools.groupby(wide if is_strided else found, lambda mesh: len(mesh_shape(mesh)))
         mesh = draw(st.one_of(*(st.sampled_from(list(alike)) for _, alike in by_dims)))
         dtype = draw(st.sampled_from(dtypes))
-        count = math.prod(mesh_shape(mesh))
-        if not shape and count < world_size:
+        if not shape and math.prod(mesh_shape(mesh)) < world_size:
             shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
-        sums = partial and largest_sum(dtype) >= total(count)
-        kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if sums else [])]
+        kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if partial and dtype in SUMMED else [])]
         placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
         layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)))
         return draw(_strided(layout, max_side)) if is_strided else layout

@@ -4,38 +4,11 @@ Every session of pytest imports it where statetree is installed: it has no other
 and imports torch when the fixture is used.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-#: How many units a call on ranks may take, and how many a collective waits.
-CALL_UNITS, COLLECTIVE_UNITS = 30, 15
-
-
-class RanksFixture:
-    """Real ranks of a world size: call it as ``run_ranks``, without the size, and it returns what each rank returned.
-
-    Deadlines are multiples of what a process takes to start here and now: a busy machine does not fail a test.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Run ``fn(*args)`` on every rank."""
-        from statetree.testing import run_ranks
-        from statetree.testing.pace import units
-
-        limits = {"timeout": units(CALL_UNITS), "collective_timeout": units(COLLECTIVE_UNITS)}
-        return run_ranks(self.world_size, fn, *args, **(limits | options))
-
-    def __repr__(self) -> str:
-        return f"RanksFixture({self.world_size})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def statetree_ranks(request: pytest.FixtureRequest) -> RanksFixture:
-    """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
-    return RanksFixture(request.param)
+def statetree_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``run_ranks`` without the world size: two ranks unless the test is marked with ``statetree_world_sizes``."""
+    from statetree.testing import run_ranks
+    from statetree.testing.pace import units
+
+    # Deadlines are multiples of what a process takes to start here and now: a busy machine does not fail a test.
+    return functools.partial(run_ranks, request.param, timeout=units(30), collective_timeout=units(15))

@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import multiprocessing
-import multiprocessing.connection
-import numbers
 import os
 import pickle
 import signal
@@ -15,27 +13,29 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from statetree.testing.arguments import check_at_least, refuse
+from statetree.testing.arguments import refuse
 from statetree.testing.pace import unit_measured, units
-from statetree.testing.rank_worker import ANSWER, CALL, STACK, is_in_step, pickled_call, serve, surroundings
+from statetree.testing.rank_worker import STACK, answer, is_in_step, pickled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from statetree.testing.rank_worker import Answer
 
 R = TypeVar("R")
 
 #: How many units the other ranks may go on once one has failed, how many the ranks may take to find out whether they
 #: are in step, to write down where they hang, and to end by themselves.
 GRACE_UNITS, IN_STEP_UNITS, STACK_UNITS, ENDING_UNITS = 2.5, 2.5, 0.5, 5
-#: What is no limit: three years, and what all clocks can count. The system counts what it waits at once in 32 bits.
-NO_LIMIT_S, MAX_WAIT_S = 1e8, 3600.0
 #: What the server has imported from which the processes of ranks are forked: they need not import it again.
-PRELOADED = [serve.__module__]
+PRELOADED = [answer.__module__]
 #: Below its frames nothing is the user's.
-WORKER_FILE = serve.__code__.co_filename
+WORKER_FILE = answer.__code__.co_filename
 NOT_BEGUN = (
     " It had not begun. Ranks import the main module: in a script, keep what calls run_ranks under "
     '`if __name__ == "__main__":`, and do not read the script from standard input.'
@@ -61,16 +61,16 @@ def run_ranks(
     They are replaced after any failure, and end with this process, also if it is killed. The default process group is
     ``world_size`` ranks on the CPU. Each rank has one thread for torch's operations. What ``fn`` leaves behind in a
     process (a default dtype, groups, meshes) is there in the next call: cache groups rather than making them for each
-    example. But each call begins with this process's ``sys.path``, environment variables and working directory. The
-    ranks listen on the loopback interface, unless ``GLOO_SOCKET_IFNAME`` is set to others. Ranks import the main
-    module: a script has to keep its calls under ``if __name__ == "__main__":``.
+    example. But each call begins with this process's ``sys.path`` and environment variables. The ranks listen on the
+    loopback interface, unless ``GLOO_SOCKET_IFNAME`` is set to others. Ranks import the main module: a script has to
+    keep its calls under ``if __name__ == "__main__":``.
 
     Args:
         world_size: How many ranks there are.
         fn: A function that can be pickled: from the top level of a module, or a ``functools.partial`` of one.
         args: What it is given, pickled as well: tensors that share a storage share one on the rank too.
-        timeout: Seconds until the ranks are killed, whatever they do. ``math.inf`` for no limit.
-        collective_timeout: Seconds that a collective waits for the other ranks before it raises, or ``math.inf``.
+        timeout: Seconds until the ranks are killed, whatever they do.
+        collective_timeout: Seconds that a collective waits for the other ranks before it raises.
         fresh: Whether to use new processes, and to end them afterwards.
 
     Returns:
@@ -81,8 +81,8 @@ def run_ranks(
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
             process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It
             describes every rank that failed, and its cause is the first exception that a rank raised.
-        ValueError: If there would be no rank, or a timeout is negative.
-        TypeError: If ``world_size`` is no whole number, a timeout no number, or ``fn`` cannot be called.
+        ValueError: If there would be no rank.
+        TypeError: If ``fn`` cannot be called.
 
     Example:
         >>> import torch.distributed as dist
@@ -90,10 +90,11 @@ def run_ranks(
         >>> run_ranks(2, dist.get_rank)
         [0, 1]
     """
-    timeout = _seconds("timeout", timeout)
-    call = _pickled(fn, args, timeout)
-    with _pool(world_size, collective_timeout, fresh=fresh) as pool:
-        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=units(GRACE_UNITS))
+    if not callable(fn):
+        refuse("run_ranks: fn", "a function", fn, TypeError)
+    call = _pickled(fn, args)
+    with rank_pool(world_size, collective_timeout, fresh=fresh) as pool:
+        outcomes = pool.call(call, deadline=time.monotonic() + timeout)
     failures = [outcome for outcome in outcomes if outcome.status != "returned"]
     if failures:
         name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -101,6 +102,14 @@ def run_ranks(
         cause = next((each.value for each in failures if isinstance(each.value, BaseException)), None)
         raise AssertionError("\n".join(lines)) from cause
     return [outcome.value for outcome in outcomes]
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickled_call(fn, args)
+    except Exception as error:
+        error.add_note("run_ranks: expected a function from the top level of a module, or a functools.partial of one.")
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,162 +120,113 @@ class Outcome:
     status: str  # returned, raised, died (its process ended), hung (it was killed), strayed (from others' collectives)
     value: Any = None  # what was returned, or the exception that was raised, if it can be pickled
     report: str = ""  # the traceback of what was raised, where it hung, or how its process ended
+    is_worn: bool = False  # whether its process should not be called again
 
     def __str__(self) -> str:
         return f"--- rank {self.rank} {self.status}\n{self.report}".rstrip()
 
 
-class Rank:
-    """The process of one rank. No wait for it is longer than asked, whatever it does.
-
-    Calls and answers are files in a folder that both know. What goes through the connection is only that there is a
-    file: so short a message is always sent and received at once, also if the rank is stopped.
-    """
-
-    def __init__(self, rank: int, world_size: int, folder: Path, collective_timeout: float) -> None:
-        self.rank = rank
-        self.has_answered = False
-        self._answer, self._stack = folder / ANSWER.format(rank), folder / STACK.format(rank)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
-        self._end, self._its_end = context.Pipe()
-        arguments = (rank, world_size, folder, collective_timeout, self._its_end, surroundings())
-        self.process = context.Process(target=serve, args=arguments, daemon=True)
-
-    def start(self) -> None:
-        """Start the process."""
-        with self._its_end, unit_measured():  # closed here, so that only the process has it
-            self.process.start()
-
-    def notify(self) -> None:
-        """Tell the rank that there is a call."""
-        self.has_answered = False
-        with contextlib.suppress(OSError):  # it has ended, as will be seen
-            self._end.send_bytes(b"call")
-
-    def has_finished(self) -> bool:
-        """Whether there is no more to wait for: the rank has answered, or its process has ended."""
-        has_ended = self.process.exitcode is not None  # asked first: what it has sent before is received below
-        try:
-            if not self._end.closed and self._end.poll():
-                self._end.recv_bytes()
-                self.has_answered = True
-        except (EOFError, ConnectionError):  # a process that lives may have closed it
-            self._end.close()
-        return self.has_answered or has_ended
-
-    def waited_for(self) -> list[Any]:
-        """Return what is ready when ``has_finished`` may have changed."""
-        return [self.process.sentinel, *([] if self._end.closed else [self._end])]
-
-    def outcome(self) -> tuple[Outcome, bool]:
-        """Return how a call ended that has finished, and whether the process is worn."""
-        if not self.has_answered:
-            report = f"Its process ended with exit code {self.process.exitcode}."
-            begun = "" if self._stack.exists() else NOT_BEGUN
-            return Outcome(self.rank, "died", None, report + begun), True
-        status, pickled, report, is_worn = pickle.loads(self._answer.read_bytes())
-        self._answer.unlink()
-        try:
-            return Outcome(self.rank, status, pickle.loads(pickled), report), is_worn
-        except Exception as error:
-            if status == "raised":
-                return Outcome(self.rank, "raised", None, report), True
-            text = "".join(traceback.format_exception(error))
-            return Outcome(self.rank, "raised", error, f"What it returned cannot be unpickled.\n{text}"), True
-
-    def hung(self) -> Outcome:
-        """Have a process that hangs write down where, and return that."""
-        assert self.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
-        until = time.monotonic() + units(STACK_UNITS)
-        lines: list[str] = []
-        own = 0
-        while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last
-            time.sleep(0.01)
-            lines = self._stack.read_text().splitlines() if self._stack.exists() else []
-            own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
-        where = "\n".join(lines[:own]) or "It does not say where: it may be stopped, or not have begun."
-        return Outcome(self.rank, "hung", None, f"It did not end in time, and was killed. {where}")
-
-    def close(self, until: float) -> None:
-        """End the process, even if it does not end by itself."""
-        self._end.close()
-        if self.process.pid is not None:
-            if self.has_answered:  # a process that is measured writes down what it did
-                self.process.join(max(0.0, until - time.monotonic()))
-            self.process.kill()
-            self.process.join(units(ENDING_UNITS))
-
-
 class RankPool:
-    """The processes of one gloo group.
+    """The processes of one gloo group: of each rank an executor with one process.
 
     ``is_sound`` says whether they can take another call: all ranks returned, and made the same collectives.
     """
 
     def __init__(self, world_size: int, collective_timeout: float) -> None:
-        self.is_sound, self._is_worn, self._owner = True, False, os.getpid()
+        self.is_sound = True
         self._folder = tempfile.TemporaryDirectory(prefix="statetree-ranks-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        self._ranks = [Rank(rank, world_size, folder, collective_timeout) for rank in range(world_size)]
-        try:
-            for rank in self._ranks:
-                rank.start()
-        except BaseException:
-            self.close()
-            raise
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
+        self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
+        self._joining = [(rank, world_size, self._folder.name, collective_timeout) for rank in range(world_size)]
+        self._processes: list[Any] = []
 
     @property
     def is_alive(self) -> bool:
         """Whether none of the processes has ended."""
-        return all(rank.process.is_alive() for rank in self._ranks)
+        return all(process.is_alive() for process in self._processes)
 
-    def call(self, call: bytes, *, deadline: float, grace_s: float) -> list[Outcome]:
+    def call(self, call: bytes, *, deadline: float, grace_s: float | None = None) -> list[Outcome]:
         """Run a pickled call on all ranks, until a deadline; once one has failed, the others may go on for a while."""
         self.is_sound = False  # until it has ended well
         outcomes = self._run(call, deadline, grace_s)
         if all(outcome.status == "returned" for outcome in outcomes):
+            is_worn = any(outcome.is_worn for outcome in outcomes)
             outcomes = self._in_step(outcomes, deadline)
-            self.is_sound = not self._is_worn and all(outcome.status == "returned" for outcome in outcomes)
+            self.is_sound = not is_worn and all(outcome.status == "returned" for outcome in outcomes)
         return outcomes
 
     def close(self) -> None:
-        """End the processes, and remove what they left."""
-        if os.getpid() == self._owner:  # a forked child does not own its parent's processes
-            until = time.monotonic() + units(ENDING_UNITS)
-            for rank in self._ranks:
-                rank.close(until)
-            self._folder.cleanup()
-
-    def _run(self, call: bytes, deadline: float, grace_s: float) -> list[Outcome]:
-        (Path(self._folder.name) / CALL).write_bytes(call)
+        """End the processes, even if they do not end by themselves, and remove what they left."""
+        until = time.monotonic() + (units(ENDING_UNITS) if self.is_sound else 0.0)
         for rank in self._ranks:
-            rank.notify()
-        pending, outcomes = list(self._ranks), {}
+            rank.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))  # one that is measured writes down what it did
+            process.kill()
+            process.join(units(ENDING_UNITS))
+        self._folder.cleanup()
+
+    def _run(self, call: bytes, deadline: float, grace_s: float | None) -> list[Outcome]:
+        futures: dict[Future[Answer], int] = {}
+        for number, rank in enumerate(self._ranks):
+            with unit_measured():  # the first call starts the processes
+                futures[rank.submit(answer, *self._joining[number], call)] = number
+            if len(self._processes) == number:  # kept here: an executor forgets those that have ended
+                self._processes += rank._processes.values()
+        outcomes: dict[int, Outcome] = {}
+        pending = set(futures)
         while pending:
-            left = max(0.0, deadline - time.monotonic())
-            multiprocessing.connection.wait(
-                [end for rank in pending for end in rank.waited_for()], min(left, MAX_WAIT_S)
-            )
-            done = [rank for rank in pending if rank.has_finished()]
-            if not done and not left:
+            done, pending = wait(pending, max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
+            if not done:
                 break
-            pending = [rank for rank in pending if rank not in done]
-            for rank in done:
-                outcomes[rank.rank], is_worn = rank.outcome()
-                self._is_worn = self._is_worn or is_worn
-                if outcomes[rank.rank].status != "returned":
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        outcomes |= {rank.rank: rank.hung() for rank in pending}
-        return [outcomes[rank.rank] for rank in self._ranks]
+            for future in done:
+                number = futures[future]
+                outcomes[number] = self._outcome(number, future)
+                if outcomes[number].status != "returned":
+                    left = units(GRACE_UNITS) if grace_s is None else grace_s
+                    deadline = min(deadline, time.monotonic() + left)
+        outcomes |= {futures[future]: self._hung(futures[future]) for future in pending}
+        return [outcomes[number] for number in range(len(self._ranks))]
+
+    def _outcome(self, rank: int, future: Future[Answer]) -> Outcome:
+        """Return how a call ended that has finished."""
+        try:
+            status, pickled, report, is_worn = future.result()
+        except BrokenExecutor:
+            self._processes[rank].join(units(STACK_UNITS))  # its exit code may come later than its end
+            report = f"Its process ended with exit code {self._processes[rank].exitcode}."
+            return Outcome(rank, "died", None, report + ("" if self._stack(rank).exists() else NOT_BEGUN))
+        try:
+            return Outcome(rank, status, pickle.loads(pickled), report, is_worn)
+        except Exception as error:
+            if status == "raised":
+                return Outcome(rank, "raised", None, report)
+            text = "".join(traceback.format_exception(error))
+            return Outcome(rank, "raised", error, f"What it returned cannot be unpickled.\n{text}")
+
+    def _hung(self, rank: int) -> Outcome:
+        """Have a process that hangs write down where, and return that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        until = time.monotonic() + units(STACK_UNITS)
+        lines: list[str] = []
+        own = 0
+        while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last
+            time.sleep(0.01)
+            lines = self._stack(rank).read_text().splitlines() if self._stack(rank).exists() else []
+            own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
+        where = "\n".join(lines[:own]) or "It does not say where: it may be stopped, or not have begun."
+        return Outcome(rank, "hung", None, f"It did not end in time, and was killed. {where}")
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name, STACK.format(rank))
 
     def _in_step(self, outcomes: list[Outcome], deadline: float) -> list[Outcome]:
         """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""
         left = max(0.0, deadline - time.monotonic())
         # At most half of the time, so that those which only wait for another one are not taken for hung themselves.
-        steps = self._run(pickled_call(is_in_step, (min(units(IN_STEP_UNITS), left / 2),), left), deadline, left)
+        steps = self._run(pickled_call(is_in_step, (min(units(IN_STEP_UNITS), left / 2),)), deadline, left)
         if any(step.status in ("hung", "died") for step in steps):
             return [step if step.status in ("hung", "died") else outcomes[step.rank] for step in steps]
         if all(step.value is True for step in steps):
@@ -275,16 +235,18 @@ class RankPool:
 
 
 @atexit.register  # without the lock: a thread that is not waited for may hold it
-def _close_kept() -> None:
-    while _kept:
-        _kept.popitem()[1].close()
+def close_kept() -> None:
+    """End the processes that this one keeps; a forked child does not own its parent's."""
+    for key in [key for key in _kept if key[0] == os.getpid()]:
+        _kept.pop(key).close()
 
 
 @contextlib.contextmanager
-def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
+def rank_pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
     """Lend a pool; keep it afterwards only if it is known to be sound."""
-    check_at_least("run_ranks: world_size", world_size, 1)
-    key = (os.getpid(), world_size, _seconds("collective_timeout", collective_timeout))
+    if type(world_size) is not int or world_size < 1:
+        refuse("run_ranks: world_size", "a number of ranks, at least 1", world_size)
+    key = (os.getpid(), world_size, collective_timeout)
     with contextlib.nullcontext() if fresh else _lock:
         if key in _kept and not _kept[key].is_alive:  # killed since the last call, so not the fault of this one
             _kept.pop(key).close()
@@ -296,21 +258,3 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
                 _kept[key] = pool
             else:
                 pool.close()
-
-
-def _seconds(name: str, value: Any) -> float:
-    is_number = isinstance(value, numbers.Real)
-    if not (is_number and value >= 0):
-        expected = "a number of seconds that is not negative, or math.inf for no limit"
-        refuse(f"run_ranks: {name}", expected, value, ValueError if is_number else TypeError)
-    return min(float(value), NO_LIMIT_S)
-
-
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
-    if not callable(fn):
-        refuse("run_ranks: fn", "a function", fn, TypeError)
-    try:
-        return pickled_call(fn, args, timeout_s)
-    except Exception as error:
-        error.add_note("run_ranks: expected a function from the top level of a module, or a functools.partial of one.")
-        raise

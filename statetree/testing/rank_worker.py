@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import faulthandler
 import io
@@ -15,36 +14,33 @@ import socket
 import sys
 import threading
 import traceback
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
-    from pathlib import Path
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
-#: How long after a call's time is over its rank ends by itself, if no one has ended it.
-LATE_S = 30.0
-#: The files of a group: the call, which all ranks read; and how it ended on each rank, and where it hangs.
-CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
-#: How modules and files are found, and the environment variables.
-Surroundings = tuple[list[str], dict[str, str], str]
+#: The file in which a rank writes where it hangs.
+STACK = "stack{}"
+#: How a call ended: ``returned`` or ``raised``, what it returned or raised, a report, and whether the process is worn.
+Answer = tuple[str, bytes, str, bool]
+#: The rank of this process, when it has joined its group.
+_begun: list[int] = []
+#: How modules are found, and the environment variables.
+Surroundings = tuple[list[str], dict[str, str]]
 
 
 def surroundings() -> Surroundings:
     """Return those of this process."""
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:  # it was removed
-        directory = os.curdir
-    return sys.path, dict(os.environ), directory
+    return sys.path, dict(os.environ)
 
 
-def _take_over(path: list[str], environment: dict[str, str], directory: str) -> None:
+def _take_over(path: list[str], environment: dict[str, str]) -> None:
     """Make the caller's surroundings those of this process. By default, gloo listens on the loopback only."""
     sys.path[:] = path
     loopback = [("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -52,7 +48,6 @@ def _take_over(path: list[str], environment: dict[str, str], directory: str) -> 
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
-    os.chdir(directory)
 
 
 def packed(value: Any) -> bytes:
@@ -67,61 +62,50 @@ class _TensorPickler(pickle.Pickler):
         if isinstance(value, torch.storage.TypedStorage):
             return _typed, (value._untyped_storage, value.dtype)
         if type(value) is torch.UntypedStorage:
-            content = None if value.device.type == "meta" else _bytes_of(value.cpu())
-            return _storage, (content, value.nbytes(), str(value.device))
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+            return _storage, (value.nbytes() if whole.is_meta else whole.cpu().numpy().tobytes(),)
         return NotImplemented
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().tobytes()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _storage(content: bytes | None, nbytes: int, device: str) -> torch.UntypedStorage:
-    storage = torch.UntypedStorage(nbytes, device=device)
-    if content:
-        storage.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage())
-    return storage
+def _storage(content: bytes | int) -> Any:
+    if isinstance(content, int):
+        return torch.UntypedStorage(content, device="meta")
+    if not content:  # which `frombuffer` refuses
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage().clone()
 
 
-def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
-    return pickle.dumps((timeout_s, surroundings(), packed((fn, args))))
+    return pickle.dumps((surroundings(), packed((fn, args))))
 
 
-def serve(
-    rank: int, world_size: int, folder: Path, collective_timeout: float, connection: Connection, caller: Surroundings
-) -> None:
-    """Join the group, and answer the calls that a connection announces until there is no one at its other end."""
+def answer(rank: int, world_size: int, folder: str, collective_timeout: float, call: bytes) -> Answer:
+    """Run a call, and join the group before the first one."""
+    try:
+        caller, rest = pickle.loads(call)
+        _take_over(*caller)
+        if not _begun:
+            _begun.append(rank)
+            _join(rank, world_size, Path(folder), collective_timeout)
+        fn, args = pickle.loads(rest)
+        value = packed(fn(*args))
+        is_worn = not dist.is_initialized() or len(os.listdir("/dev/fd")) > MAX_OPEN_FILES
+    except BaseException as error:
+        return _failure(error)
+    return "returned", value, "", is_worn
+
+
+def _join(rank: int, world_size: int, folder: Path, collective_timeout: float) -> None:
     threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
-    # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    with (folder / STACK.format(rank)).open("w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        failure, store = None, (folder / "store").as_uri()
-        try:
-            _take_over(*caller)
-            timeout = datetime.timedelta(seconds=collective_timeout)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
-        except Exception as error:
-            failure = _failure(error)
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                connection.recv_bytes()
-                answer = failure or _answer((folder / CALL).read_bytes(), stack)
-                (folder / ANSWER.format(rank)).write_bytes(answer)
-                connection.send_bytes(b"answer")
-    _leave(folder)
-
-
-def _leave(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # the caller does so too, unless it was killed
-    # In an orderly exit, threads of groups that are out of step would be waited for.
-    os._exit(0)
+    faulthandler.register(signal.SIGUSR1, file=(folder / STACK.format(rank)).open("w"), all_threads=False)
+    store, timeout = (folder / "store").as_uri(), datetime.timedelta(seconds=collective_timeout)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _end_with_the_caller(folder: Path) -> None:
@@ -129,26 +113,12 @@ def _end_with_the_caller(folder: Path) -> None:
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()
-    _leave(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # the caller does so too, unless it was killed
+    # In an orderly exit, threads of groups that are out of step would be waited for.
+    os._exit(0)
 
 
-def _answer(call: bytes, stack: IO[str]) -> bytes:
-    try:
-        timeout_s, caller, rest = pickle.loads(call)
-        # Should the caller be gone, and C code keep the thread that notices from running, this ends the process.
-        faulthandler.dump_traceback_later(timeout_s + LATE_S, exit=True, file=stack)
-        _take_over(*caller)
-        fn, args = pickle.loads(rest)
-        value = packed(fn(*args))
-        is_worn = not dist.is_initialized() or len(os.listdir("/dev/fd")) > MAX_OPEN_FILES
-        return pickle.dumps(("returned", value, "", is_worn))
-    except BaseException as error:
-        return _failure(error)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _failure(error: BaseException) -> bytes:
+def _failure(error: BaseException) -> Answer:
     own = error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, own and (own.tb_next or own)))
     try:  # many exceptions cannot be sent, or not put together again
@@ -156,7 +126,7 @@ def _failure(error: BaseException) -> bytes:
         pickle.loads(value)
     except Exception:
         value = packed(None)
-    return pickle.dumps(("raised", value, text, True))
+    return "raised", value, text, True
 
 
 def is_in_step(timeout_s: float) -> bool:

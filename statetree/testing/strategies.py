@@ -1,7 +1,7 @@
 """The hypothesis strategies for tensors and trees.
 
-Each draws a plan, builds it, and notes the code that makes the tree, which hypothesis prints when a test fails.
-Elements of tensors are unique by position, and many are lost by conversions: see ``elements``.
+Each draws a source, makes its tree, and notes the code, which hypothesis prints when a test fails. Elements of tensors
+are unique by position, and many are lost by conversions: see ``elements``.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
-from statetree.testing.arguments import check_at_least, check_one_of, check_some_of, refuse
+from statetree.testing.arguments import check_some_of
 from statetree.testing.elements import DTYPES, ELEMENTS, HARD_TO_KEEP, TRAINING_DTYPES
-from statetree.testing.plans import (
+from statetree.testing.samples import Color, Pair, a_factory
+from statetree.testing.sources import (
     GEOMETRIES,
     MAPPINGS,
+    OBJECTS,
     PAIRS,
     SEQUENCES,
     USUAL_WRAPS,
     VIEWS,
     WITH_ATTRIBUTES,
     WRAPS,
-    Again,
-    Node,
-    Plan,
-    TensorPlan,
-    Value,
-    ViewPlan,
-    code_of,
+    Source,
+    again,
+    code,
+    module,
+    node,
+    run,
+    tensor,
+    value,
+    view,
 )
-from statetree.testing.samples import Color, Pair, a_factory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +44,7 @@ AWKWARD_KEYS = (
     *(b"a", Color.RED, (0,), ("0",), (False, "a"), ()),
 )
 #: The simplest leaf. It is drawn in one choice, so that what shrinks ends here, and not with an empty object.
-_NOTHING = st.just(Value(None))
+_NOTHING = st.just(value(None))
 
 
 def tensors(
@@ -70,15 +73,16 @@ def tensors(
     """
     check_some_of("geometries", geometries, GEOMETRIES)
     check_some_of("wraps", wraps, WRAPS)
-    plans = st.builds(
-        TensorPlan,
-        shape=shapes(max_dims=max_dims, max_side=max_side),
-        dtype=st.sampled_from(_dtypes(dtypes)),
-        geometry=st.sampled_from(geometries),
-        wrap=st.sampled_from(wraps),
-        elements=st.sampled_from(ELEMENTS),
+    return _built(
+        st.builds(
+            tensor,
+            shape=shapes(max_dims=max_dims, max_side=max_side),
+            dtype=st.sampled_from(_dtypes(dtypes)),
+            geometry=st.sampled_from(geometries),
+            wrap=st.sampled_from(wraps),
+            elements=st.sampled_from(ELEMENTS),
+        )
     )
-    return _built(plans.filter(_can_be_shown))
 
 
 def state_trees(
@@ -102,12 +106,10 @@ def state_trees(
         max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
         opaque: Whether there are objects of unknown classes.
     """
-    check_at_least("max_leaves", max_leaves, 1)
-    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
-        refuse("leaves", "a strategy, or None", leaves, TypeError)
-    hard = [_hard_plans(_dtypes(dtypes)) for _ in range(2)]  # one that is given twice would count once
-    usual = st.one_of(_NOTHING, plans_of(tensors(dtypes=dtypes)), *hard, st.builds(Value, plain_values()))
-    chosen = usual if leaves is None else plans_of(leaves)
+    hard = [_hard_tensors(_dtypes(dtypes)) for _ in range(2)]  # one that is given twice would count once
+    # What is mapped, hypothesis takes apart: ``builds`` has plain values count as one choice, and not as nine.
+    usual = st.one_of(_NOTHING, sources_of(tensors(dtypes=dtypes)), *hard, st.builds(value, plain_values()))
+    chosen = usual if leaves is None else sources_of(leaves)
     trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
     fewest = st.sampled_from([0, 2, 2])  # else half of these would be leaves, or empty
     small = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
@@ -125,27 +127,23 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
         opaque: As for ``state_trees``.
     """
     places = st.integers(0, 24)
-    views = [
-        st.builds(ViewPlan, st.integers(0, most), st.sampled_from(list(VIEWS)), places, places) for most in (0, 1, 2)
-    ]
-    again, wrapped = st.builds(Again, st.integers(0, 7)), st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
-    leaves = st.one_of(_NOTHING, *views, again, wrapped, st.builds(Value, plain_values()))
+    views = [st.builds(view, st.integers(0, most), st.sampled_from(list(VIEWS)), places, places) for most in (0, 1, 2)]
+    one, wrapped = st.builds(again, st.sampled_from(OBJECTS)), st.builds(tensor, wrap=st.sampled_from(USUAL_WRAPS))
+    leaves = st.one_of(_NOTHING, *views, one, wrapped, st.builds(value, plain_values()))
     return state_trees(leaves, max_leaves=max_leaves, opaque=opaque)
 
 
-def plans_of(drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Plans of what a strategy draws."""
+def sources_of(drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Source]:
+    """Sources of what a strategy draws."""
     # Leaves that were built one by one would each count their elements from 1, and would not print as code.
     if branches := getattr(drawn, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
-        return st.one_of(*map(plans_of, branches))
-    plans: st.SearchStrategy[Any] = getattr(drawn, "plans", drawn)
-    return plans.map(lambda leaf: leaf if isinstance(leaf, Plan) else Value(leaf))
+        return st.one_of(*map(sources_of, branches))
+    sources: st.SearchStrategy[Any] = getattr(drawn, "sources", drawn)
+    return sources.map(lambda leaf: leaf if isinstance(leaf, Source) else value(leaf))
 
 
 def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes, with sides of 0 and 1 among them."""
-    check_at_least("max_dims", max_dims, 0)
-    check_at_least("max_side", max_side, 0)
     return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
@@ -160,69 +158,65 @@ def plain_values() -> st.SearchStrategy[Any]:
 
 def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
     if isinstance(dtypes, str):
-        check_one_of("dtypes", dtypes, ["training"])
+        check_some_of("dtypes", [dtypes], ["training"])
         return TRAINING_DTYPES
     check_some_of("dtypes", dtypes, DTYPES)
     return dtypes
 
 
-def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def _built(sources: st.SearchStrategy[Source]) -> st.SearchStrategy[Any]:
     @st.composite
     def built(draw: st.DrawFn) -> Any:
-        code = code_of(draw(plans))
-        note(code.source())
-        return code.run()
+        body = code(draw(sources))
+        note(module(body))
+        return run(body)
 
     strategy = built()
-    vars(strategy)["plans"] = plans
+    vars(strategy)["sources"] = sources
     return strategy
 
 
-def _can_be_shown(plan: TensorPlan) -> bool:
-    """Whether torch can print the tensor: a test that fails on another would fail with torch's error, not its own."""
-    return plan.shape != () or plan.dtype is not torch.float4_e2m1fn_x2
-
-
-def _hard_plans(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[TensorPlan]:
-    """Plans of tensors with elements that are easily lost. Few that ``tensors`` draws are such."""
+def _hard_tensors(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Source]:
+    """Tensors with elements that are easily lost. Few that ``tensors`` draws are such."""
     pairs = [pair for pair in HARD_TO_KEEP if pair[0] in dtypes] or [(dtype, "counted") for dtype in dtypes]
     filled = st.lists(st.integers(1, 3), max_size=3).map(tuple)  # an empty one has none of them
     drawn = st.tuples(filled, st.sampled_from(pairs), st.sampled_from(USUAL_WRAPS))
-    return drawn.map(lambda plan: TensorPlan(plan[0], plan[1][0], wrap=plan[2], elements=plan[1][1]))
+    return drawn.map(lambda drawn: tensor(drawn[0], drawn[1][0], wrap=drawn[2], elements=drawn[1][1]))
 
 
 @st.composite
 def _holding(
-    draw: st.DrawFn, kinds: Sequence[str], held: tuple[Any, ...], children: st.SearchStrategy[Any] | None = None
-) -> Node:
-    """Containers of some kinds and some children; with a strategy, with attributes, if they can have any."""
-    kind, count = draw(st.sampled_from(kinds)), len(held)
+    draw: st.DrawFn, kind: str, held: Sequence[Source], children: st.SearchStrategy[Source] | None = None
+) -> Source:
+    """Containers of a kind and some children; with a strategy, with attributes, if they can have any."""
+    count = len(held)
     usual = st.text("ab.", max_size=3), st.integers(0, 3)  # those that ordinary states have
     keys = st.one_of(*usual, st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
     drawn = draw(st.lists(keys, min_size=count, max_size=count, unique=True)) if kind in MAPPINGS else ()
-    named: dict[str, Any] = {}
+    named: dict[str, Source] = {}
     if children is not None and kind in WITH_ATTRIBUTES:
         named = draw(st.dictionaries(st.sampled_from(["_metadata", "extra", "a"]), children, max_size=2))
-    return Node(kind, held, tuple(drawn), tuple(named.items()))
+    return node(kind, held, drawn, **named)
 
 
 @st.composite
-def _nodes(draw: st.DrawFn, children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> Node:
+def _nodes(draw: st.DrawFn, children: st.SearchStrategy[Source], *, opaque: bool, fewest: int = 0) -> Source:
     kind = draw(st.sampled_from(draw(st.sampled_from(_FAMILIES if opaque else _FAMILIES[:-1]))))
     most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
     least, most = (2, 2) if kind in PAIRS else (min(fewest, most), most)
-    held = tuple(draw(st.lists(children, min_size=least, max_size=most)))
-    return draw(_holding([kind], held, children))
+    held = draw(st.lists(children, min_size=least, max_size=most))
+    return draw(_holding(kind, held, children))
 
 
 _FAMILIES = [list(MAPPINGS), list(SEQUENCES), list(PAIRS), ["Thing"]]
+_WIDE = [kind for kind in (*MAPPINGS, *SEQUENCES) if kind != "Counter"]
 
 
 @st.composite
-def _large(draw: st.DrawFn, leaves: st.SearchStrategy[Any], max_leaves: int) -> Any:
+def _large(draw: st.DrawFn, leaves: st.SearchStrategy[Source], max_leaves: int) -> Source:
     """Trees of ten leaves or more, if so many are allowed: what ``st.recursive`` draws seldom has more than three."""
     items = draw(st.lists(leaves, min_size=min(10, max_leaves), max_size=max_leaves))
-    kinds = [kind for kind in (*MAPPINGS, *SEQUENCES) if kind != "Counter"]
     while len(items) > 1:  # into containers of up to four
-        items = [draw(_holding(kinds, tuple(items[start : start + 4]))) for start in range(0, len(items), 4)]
+        fours = [items[start : start + 4] for start in range(0, len(items), 4)]
+        items = [draw(_holding(draw(st.sampled_from(_WIDE)), four)) for four in fours]
     return items[0]

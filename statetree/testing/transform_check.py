@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
+from statetree.testing.arguments import needing_hypothesis, refuse
 from statetree.testing.pace import units
-from statetree.testing.plans import build, code_of
 from statetree.testing.rank_calls import run_ranks
+from statetree.testing.sources import module, run, smallest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from statetree.testing.laws import Law, Transform
-    from statetree.testing.states import Where
 
 #: What a law says of one state; of several ranks, the first of these that one says.
 FAILS, HANGS, REFUSED, SAYS_NOTHING, HOLDS = OUTCOMES = ("fails", "hangs", "refused", "says nothing", "holds")
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
-#: How many states go to the ranks at once.
-BATCH = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +77,6 @@ def check_transform(
     inverse: Transform | None = None,
     ranks: int | Sequence[int] | None = None,
     examples: int = 200,
-    where: Where | None = None,
     seed: int = 0,
 ) -> Report:
     """Find out which laws hold of a transform of states, or make sure that some do.
@@ -98,7 +94,6 @@ def check_transform(
         ranks: A world size, or several. The function is called as a collective on real ranks, with states that hold
             DTensors. It must be picklable.
         examples: How many states there are.
-        where: A predicate ``(path, leaf) -> bool``: the states have only leaves for which it is true.
         seed: Another number gives other examples.
 
     Returns:
@@ -121,20 +116,16 @@ def check_transform(
     """
     if not callable(fn):
         refuse("check_transform: fn", "a function of a tree", fn, TypeError)
-    check_at_least("check_transform: examples", examples, 1)
-    world_sizes: Sequence[int | None] = (ranks,) if isinstance(ranks, int) or ranks is None else ranks
-    if not world_sizes:
-        refuse("check_transform: ranks", "world sizes, such as (1, 2)", ranks, TypeError)
-    for size in world_sizes if ranks is not None else ():
-        check_at_least("check_transform: ranks", size, 1)
-    every = known.ALL if ranks is None else known.COLLECTIVE
-    chosen = list(every) if laws is None else [_known(law) for law in laws]
+    world_sizes: list[int | None] = [None] if ranks is None else [ranks] if isinstance(ranks, int) else [*ranks]
+    if ranks is not None and not (world_sizes and all(type(size) is int and size > 0 for size in world_sizes)):
+        refuse("check_transform: ranks", "a world size, or several, such as (1, 2)", ranks)
+    chosen = [_known(law) for law in ((known.ALL if ranks is None else known.COLLECTIVE) if laws is None else laws)]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
     with needing_hypothesis("check_transform"):
-        from statetree.testing.states import plans_for
-    plans = {size: plans_for(size, examples, where, seed) for size in world_sizes}
-    report = Report(fn, tuple([_judged(law, fn, plans, where) for law in chosen]))
+        from statetree.testing.states import states_for
+    states = {size: states_for(size, examples, seed) for size in world_sizes}
+    report = Report(fn, tuple([_judged(law, fn, states) for law in chosen]))
     if laws is not None and not report:
         raise AssertionError(str(report))
     return report
@@ -148,56 +139,39 @@ def _known(law: Any) -> Law:
     return found
 
 
-def _judged(law: Law, transform: Transform, plans: dict[int | None, list[Any]], where: Where | None) -> Verdict:
+def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]]) -> Verdict:
     """Look for the first state for which a law does not hold, and make it small."""
-    from statetree.testing.states import only, smallest
-
-    def fails(other: Any) -> bool:
-        return (where is None or only(where, other) == other) and outcome(law, transform, other)[0] == FAILS
-
     counts: Counter[str] = Counter()
     refusal = ""
-    for world_size, some in plans.items():
-        for plan, (found, said) in zip(some, _outcomes(law, transform, world_size, some), strict=False):
+    for world_size, some in states.items():
+        for state in some:
+            found, said = _outcome(law, transform, state, world_size)
             counts[found] += 1
             refusal = refusal or (said if found == REFUSED else "")
             if found in (FAILS, HANGS):
-                small = smallest(plan, fails) if world_size is None else plan  # those with ranks are small already
-                said = said if small is plan else outcome(law, transform, small)[1]
+                small = state  # those with ranks are small already
+                if world_size is None:
+                    small = smallest(state, lambda other: outcome(law, transform, other)[0] == FAILS)
+                said = said if small is state else outcome(law, transform, small)[1]
                 source = snippet(law, transform, small, world_size)
                 return Verdict(law, False, counts[HOLDS], counts[REFUSED], said, source)  # noqa: FBT003 - it is named
     return Verdict(law, True if counts[HOLDS] else None, counts[HOLDS], counts[REFUSED], refusal)
 
 
-def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: list[Any]) -> Iterator[tuple[str, str]]:
-    """Say for each plan whether a law holds, and what was said."""
+def _outcome(law: Law, transform: Transform, state: str, world_size: int | None) -> tuple[str, str]:
+    """Say whether a law holds for a state, and what was said."""
     if world_size is None:
-        yield from (outcome(law, transform, plan) for plan in plans)
-        return
-    for start in range(0, len(plans), BATCH):
-        yield from _on_ranks(law, transform, world_size, plans[start : start + BATCH])
-
-
-def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any]) -> Iterator[tuple[str, str]]:
-    call, limits = functools.partial(_each_outcome, law, transform, plans), (units(20), units(2))
+        return outcome(law, transform, state)
     try:
-        found = run_ranks(world_size, call, timeout=limits[0], collective_timeout=limits[1])
-        yield from (min(on_ranks, key=lambda each: OUTCOMES.index(each[0])) for on_ranks in zip(*found, strict=True))
+        call = functools.partial(outcome, law, transform, state)
+        found = run_ranks(world_size, call, timeout=units(20), collective_timeout=units(2))
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
-        if len(plans) == 1:
-            yield HANGS, str(error)
-        else:
-            for plan in plans:
-                yield from _on_ranks(law, transform, world_size, [plan])
+        return HANGS, str(error)
+    return min(found, key=lambda each: OUTCOMES.index(each[0]))
 
 
-def _each_outcome(law: Law, transform: Transform, plans: list[Any]) -> list[tuple[str, str]]:
-    # Also after one for which the law fails, perhaps on this rank alone: all take part in all collectives.
-    return [outcome(law, transform, plan) for plan in plans]
-
-
-def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, str]:
-    """Say whether a law holds for the tree of a plan."""
+def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str, str]:
+    """Say whether a law holds for a state."""
 
     def guarded(tree: Any) -> Any:
         try:
@@ -207,7 +181,7 @@ def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, 
             raise _Refusal(msg) from error
 
     try:
-        law(guarded, functools.partial(build, plan))
+        law(guarded, functools.partial(run, state))
     except AssertionError as error:
         return FAILS, str(error)
     except _Refusal as error:
@@ -217,8 +191,8 @@ def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, 
     return HOLDS, ""
 
 
-def snippet(law: Law, transform: Callable[..., Any], plan: Any, world_size: int | None = None) -> str:
-    """Return a test that fails because a law does not hold for the tree of a plan."""
+def snippet(law: Law, transform: Callable[..., Any], state: str, world_size: int | None = None) -> str:
+    """Return a test that fails because a law does not hold for a state."""
     needed, called = _named(transform)
     is_ours = getattr(known, law.name, None) is law
     law_needed, law_called = ("", f"laws.{law.name}") if is_ours else _named(law.check)
@@ -227,7 +201,7 @@ def snippet(law: Law, transform: Callable[..., Any], plan: Any, world_size: int 
     arguments = f"{called}, state"
     test = f"run_ranks({world_size}, {law_called}, {arguments})" if world_size else f"{law_called}({arguments})"
     imports = [line for line in dict.fromkeys((needed, law_needed)) if line]
-    return "\n".join([*imports, code_of(plan).source(*names), "", "", f"def test_{short}():", f"    {test}", ""])
+    return "\n".join([*imports, module(state, *names), "", "", f"def test_{short}():", f"    {test}", ""])
 
 
 def _named(function: Any) -> tuple[str, str]:

@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 import statetree
 from statetree.exchange.description import Description
 from statetree.testing import Layout, run_ranks
-from statetree.testing.plans import build
 from statetree.tree.registry import CONTAINERS
 from tests.collectives.checks import attempt, check_equal, check_in_step, locals_of
 from tests.judge import tree_differences
 from tests.trees import TREES
 from tests.trees.optimizers import optimizer_plans
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import build, tied_plans, tree_plans
 
 BUCKETS = st.sampled_from([64 << 20, 1, 100])
 RANKS = pytest.mark.parametrize("world_size", [2, 3])

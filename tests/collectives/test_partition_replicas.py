@@ -7,10 +7,10 @@ from torch.distributed.tensor import DTensor
 
 import statetree
 from statetree.testing import Layout, run_ranks
-from statetree.testing.plans import TensorPlan, build
 from tests.collectives.checks import check_equal, group_of, locals_of
 from tests.collectives.models import state_of, whole
 from tests.collectives.test_models import distributed
+from tests.trees.plans import TensorPlan, build
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

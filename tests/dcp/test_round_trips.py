@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 import statetree
 from statetree import dcp
 from statetree.files.key_texts import key_of
-from statetree.testing.plans import GEOMETRIES, Node, Value, build
 from statetree.testing.samples import Color, Thing
+from statetree.testing.sources import GEOMETRIES
 from statetree.testing.strategies import plain_values
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes
 from tests.pace import units
-from tests.trees.plans import tensor_plans, tree_plans
+from tests.trees.plans import Node, Value, build, tensor_plans, tree_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing.plans import build
 from tests.judge import assert_trees_equal
 from tests.judge.watch import Watch
 from tests.laws.table import Table
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import build, tied_plans, tree_plans
 
 
 def double(leaf):

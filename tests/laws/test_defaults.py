@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plans import build
 from tests.contract.verbs import VERBS
 from tests.judge import assert_trees_equal
 from tests.laws.table import Table
 from tests.trees.optimizers import optimizer_plans
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import build, tied_plans, tree_plans
 
 exact = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plans import build
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes, storage_of
 from tests.judge.watch import Watch
 from tests.laws.table import DoesNotApply, Table
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import build, tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 laws = Table()

@@ -10,13 +10,12 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.elements import DTYPES
-from statetree.testing.plans import Again, Value, build
 from statetree.testing.strategies import plain_values
 from tests.judge import assert_trees_equal, tree_differences
 from tests.laws.drawn import with_shared_containers
 from tests.laws.table import DoesNotApply, Table
 from tests.trees.optimizers import optimizer_plans
-from tests.trees.plans import tensor_plans, tied_plans, tree_plans
+from tests.trees.plans import Again, Value, build, tensor_plans, tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 # What deepcopy copies exactly: no conjugate or negative bits, no subclasses, no parameters with gaps in their storages.

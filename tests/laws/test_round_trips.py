@@ -10,13 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.tree.matching import matched
 from statetree.tree.spec import TreeSpec
 from tests.judge import assert_trees_equal, tree_differences
 from tests.laws.table import Table
 from tests.repack import repacked
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import Node, TensorPlan, Value, ViewPlan, build, tied_plans, tree_plans
 
 laws = Table()
 

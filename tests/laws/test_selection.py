@@ -9,10 +9,9 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.key_paths import Attr, literal
-from statetree.testing.plans import build
 from tests.judge import assert_trees_equal
 from tests.laws.table import DoesNotApply, Table
-from tests.trees.plans import tied_plans, tree_plans
+from tests.trees.plans import build, tied_plans, tree_plans
 
 laws = Table()
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing.plans import build
 from tests.judge import assert_trees_equal
-from tests.trees.plans import tied_plans
+from tests.trees.plans import build, tied_plans
 
 
 @given(plan=tied_plans(), bucket_bytes=hyp.integers(1, 300))

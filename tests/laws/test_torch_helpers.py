@@ -31,11 +31,10 @@ from torch.distributed.tensor import DTensor
 import statetree as st
 from statetree.testing import Layout, layouts, run_ranks
 from statetree.testing.elements import DTYPES
-from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.testing.strategies import plain_values
 from tests.judge import assert_trees_equal
 from tests.laws.batches import as_many, batches, each
-from tests.trees.plans import tensor_plans
+from tests.trees.plans import Node, TensorPlan, Value, ViewPlan, build, tensor_plans
 
 try:
     from torch.distributed._state_dict_utils import (

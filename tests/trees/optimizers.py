@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as hyp
 
-from statetree.testing.plans import Plan
 from tests.trees.corpus import Ramp
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ SIDES: dict[str, tuple[int, int]] = {"Adafactor": (0, 1), "LBFGS": (0, 1), "Muon
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerPlan(Plan):
+class OptimizerPlan:
     """How a state of parameters and of an optimizer that has stepped over them is made.
 
     Attributes:

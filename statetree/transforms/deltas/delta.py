@@ -192,7 +192,8 @@ def delta(new: Any, base: Any) -> Delta:
 
     Raises:
         TreeMismatch: If the trees differ in structure, leaf types, dtypes, shapes, layouts, meshes or placements, or if
-            tensors of ``base`` share memory for which ``new`` has different values.
+            a tensor of ``base`` that changes overlaps itself or another one: unless both are the same view and change
+            alike.
         UnsupportedLeaf: If a leaf cannot be taken apart, among others because its storage was freed.
         CyclicTree: If a container holds itself.
 
@@ -235,7 +236,7 @@ def delta(new: Any, base: Any) -> Delta:
                 tensors[name] = change
     if tensors and (tied := b.entangled(tensors, whole)):
         found = [Difference(b.paths()[leaf], kind, "values of its own", memory) for leaf, kind, memory in tied]
-        raise TreeMismatch.between("delta", found, "Take them apart in the base, or tie the new state alike.")
+        raise TreeMismatch.between("delta", found, "Take them apart in the base, or make both the same view.")
     copies = copied_leaves("delta", [leaf for leaf, _ in whole.values()], a.paths)
     values = {
         b.keys[leaf]: ValueChange(copy, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
@@ -313,9 +314,9 @@ def apply_delta(delta: Delta, tree: T) -> T:
         leaves that are made of tensors of other sizes than before (a sparse tensor with more elements).
 
     Raises:
-        TreeMismatch: If ``tree`` is not the base where something is written; if a tensor cannot be written, or shares
-            memory with another one, which it did not in the base; or if the delta is damaged (opaque objects that it
-            brings are not looked into). It names the path. Nothing is written.
+        TreeMismatch: If ``tree`` is not the base where something is written; if a tensor cannot be written, or overlaps
+            itself or another one as ``delta`` refuses it; or if the delta is damaged (opaque objects that it brings
+            are not looked into). It names the path. Nothing is written.
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
         TypeError: If ``delta`` is no ``Delta``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,12 +13,11 @@ from statetree.chunks.boxes import Box, whole_box
 from statetree.exchange.digesting import refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.builtin import leaf_type_of
-from statetree.leaves.copying import copies_of
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.bits import as_bits, as_plain, from_bits, same_bytes
+from statetree.spans.bits import as_bits, as_plain, from_bits
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
 from statetree.spans.overlaps import overlaps_itself, shared_elements
@@ -82,11 +82,6 @@ class HeldPart(NamedTuple):
         found = _memory(self.piece).index_select(0, places)  # several times as fast as take
         return _read(from_bits(found, self.piece.dtype), self.piece)
 
-    @property
-    def crosses_itself(self) -> bool:
-        """Whether several elements lie in one place."""
-        return not self.piece.is_contiguous() and overlaps_itself(self.piece.shape, self.piece.stride())
-
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
@@ -136,8 +131,6 @@ class LocatedChange:
                 got = f"{count - local.numel()} positions elsewhere"
                 raise mismatch(verb, name, "what this rank holds", got, "Use reshard to bring the delta here.")
             self._places = part.places(local.to(piece.device))
-        elif part.crosses_itself:  # torch copies nothing into such a tensor: its elements are put where they lie
-            self._places = part.places(torch.arange(count, device=piece.device))
 
     def read(self) -> torch.Tensor:
         """Return a copy of the elements that the change writes over, in the order of its values."""
@@ -257,13 +250,12 @@ class StateParts:
     def entangled(self, changes: Mapping[str, TensorChange], replaced: Collection[int]) -> list[tuple[int, str, str]]:
         """Return the leaves that would not become what they shall, because of what else lies in their memory.
 
-        With each come the kind of difference, and a text for messages. Parts that lie over each other are tried: all
-        changes are written to copies that lie in one memory as the parts do, and each to a copy of its own. Both must
-        be the same. Several storages that stand for one memory (NumPy's) cannot be copied as one, and are refused.
+        With each come the kind of difference, and a text for messages. What changes may share memory only with the
+        same view that changes alike, which is written once.
         """
         rows: dict[Any, tuple[str, HeldPart]] = {}
         for name, part in self.tensors.items():
-            change = changes.get(name)  # those that are tied and change alike are written once
+            change = changes.get(name)
             known = [] if change is None else [*change.head.tolist(), *change.sums.view(-1).tolist()]
             if part.leaf not in replaced:
                 rows.setdefault((part.place, *known), (name, part))
@@ -271,27 +263,15 @@ class StateParts:
         inside = self._unpacked(opaque)
         objects = [("", _whole(opaque[owner], part)) for owner, part in zip(inside.owners, inside.parts, strict=True)]
         held = [row for row in [*rows.values(), *objects] if row[1].piece.numel() and not row[1].piece.is_meta]
-        columns = Columns([part.piece for _, part in held])
-        over_itself = {row for row, (name, part) in enumerate(held) if name in changes and part.crosses_itself}
         refused: dict[int, tuple[str, str]] = {}
-        tried = set(over_itself)
-        for one, other in shared_elements(columns):
-            if held[one][0] in changes or held[other][0] in changes:
-                tried |= {one, other}
-                if columns.storage_keys[one] != columns.storage_keys[other]:
-                    refused[one] = ("ties", f"memory that it shares with {self.paths()[held[other][1].leaf]}")
-        together = dict(zip(tried, copies_of(Columns([held[row][1].piece for row in tried])), strict=True))
-        alone = {row: plain_copy(held[row][1].piece) for row in tried}
-        for copies in (together, alone):
-            for row, copy in copies.items():
-                name, part = held[row]
+        for name, part in held:
+            if name in changes and overlaps_itself(part.piece.shape, part.piece.stride()):
+                refused[part.leaf] = ("overlap", "memory in which it overlaps itself")
+        for pair in shared_elements(Columns([part.piece for _, part in held])):
+            for (name, part), (_, other) in permutations([held[row] for row in pair]):
                 if name in changes:
-                    LocatedChange(self.verb, name, changes[name], part._replace(piece=copy)).write()()
-        for row in tried - refused.keys():
-            if not same_bytes(together[row], alone[row]):
-                own, shared = "in which it overlaps itself", "that it shares with another leaf, which changes"
-                refused[row] = ("overlap", f"memory {own}") if row in over_itself else ("ties", f"memory {shared}")
-        return sorted((held[row][1].leaf, kind, memory) for row, (kind, memory) in refused.items())
+                    refused.setdefault(part.leaf, ("ties", f"memory that it shares with {self.paths()[other.leaf]}"))
+        return sorted((leaf, kind, memory) for leaf, (kind, memory) in refused.items())
 
 
 def _named(key: str, count: int, taken: set[str]) -> list[str]:

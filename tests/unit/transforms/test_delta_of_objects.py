@@ -36,11 +36,6 @@ def test_both_change_as_they_are_tied(part):
     assert set(check(new, base).changed) == {"a", "b"}
 
 
-def test_what_changes_elsewhere_in_the_tensor_leaves_the_object_alone():
-    change = check(tied([1.0, 2.0, 9.0], part=slice(2)), tied([1.0, 2.0, 3.0], part=slice(2)))
-    assert set(change.changed) == {"a"}
-
-
 def test_an_object_may_change_alone():
     change = check(tied([1.0, 2.0], extra=1), tied([1.0, 2.0]))
     assert set(change.changed) == {"b"}
@@ -57,7 +52,7 @@ def test_an_object_is_not_changed_by_what_is_written_over_a_tensor():
     with pytest.raises(st.TreeMismatch, match="ties"):
         st.delta(new, base)
     change = st.delta(new, {"a": torch.tensor([1.0, 2.0, 3.0]), "b": new["b"]})
-    with pytest.raises(st.TreeMismatch, match="memory that it shares with another leaf"):
+    with pytest.raises(st.TreeMismatch, match="memory that it shares with b"):
         st.apply_delta(change, base)
     assert st.similarity(base, tied([1.0, 2.0, 3.0], part=slice(2)), values=True)
 

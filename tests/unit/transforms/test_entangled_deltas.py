@@ -83,14 +83,6 @@ def test_what_does_not_change_may_lie_there(make):
     assert target["d"].tolist() == [1]
 
 
-def test_a_storage_changes_as_the_tensor_on_it_does():
-    base, new = storage_behind_an_object_that_holds_it(), storage_behind_an_object_that_holds_it()
-    new["a"].add_(5)
-    result = st.apply_delta(st.delta(new, base), base)
-    assert result["a"].tolist() == [6.0, 7.0]
-    assert st.similarity(result, new, values=True)
-
-
 def test_one_leaf_in_two_places_changes_in_both():
     base, new, target = one_sparse(), {"a": sparse(5, 6)}, one_sparse()
     new["b"] = new["a"]
@@ -107,34 +99,34 @@ def test_an_element_that_another_change_writes_over_is_not_taken_for_its_own():
     with pytest.raises(st.TreeMismatch, match="at a: expected memory of its own, got memory that it shares with"):
         st.apply_delta(change, target)
     assert not memory.any()
-    with pytest.raises(st.TreeMismatch, match=r"ties at a: .* memory that it shares with another leaf"):
+    with pytest.raises(st.TreeMismatch, match=r"ties at a: .* memory that it shares with b"):
         st.delta(new, target)
 
 
-def test_values_that_agree_may_be_written_to_one_memory():
+def test_views_that_overlap_are_refused_though_their_values_agree():
     memory = torch.zeros(6)
-    base = {"a": memory[:4], "b": memory[2:]}
-    new = {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6])}
-    change = st.delta(new, base)
-    for _ in range(2):
-        st.apply_delta(change, base)
-        assert memory.tolist() == [1, 2, 3, 4, 5, 6]
+    base = {"a": memory[:4], "b": memory[2:], "c": torch.zeros(1)}
+    new = {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6]), "c": torch.zeros(1)}
+    with pytest.raises(st.TreeMismatch, match=r"ties at a: .*memory that it shares with b"):
+        st.delta(new, base)
+    target = {"a": memory[:4], "b": memory[2:], "c": torch.zeros(1)}
+    with pytest.raises(st.TreeMismatch, match="memory that it shares with"):
+        st.apply_delta(st.delta(new, st.offload({k: v.clone() for k, v in base.items()})), target)
+    assert not memory.any()
+    assert st.apply_delta(st.delta({**base, "c": torch.ones(1)}, base), base)["c"] == 1  # these do not change
 
 
-@pytest.mark.parametrize(
-    "make", [torch.Tensor.clone, lambda tensor: tensor[:, None].expand(6, 2)], ids=["plain", "expanded"]
-)
-def test_different_changes_of_one_memory_are_seen_behind_equal_ones(make):
+def test_different_changes_of_one_memory_are_seen_behind_equal_ones():
     first, second = torch.zeros(6), torch.zeros(6)
     first[1] = second[2] = 1
-    new = {"a": make(first), "b": make(first), "c": make(second)}
-    tied = {key: make(torch.zeros(6)) for key in "a"}
-    tied |= {"b": tied["a"], "c": tied["a"]}
+    new = {"a": first.clone(), "b": first.clone(), "c": second}
+    one = torch.zeros(6)
+    tied = {"a": one, "b": one, "c": one}
     with pytest.raises(st.TreeMismatch, match="at a"):
         st.delta(new, tied)
-    change = st.delta(new, {key: make(torch.zeros(6)) for key in "abc"})
+    change = st.delta(new, {key: torch.zeros(6) for key in "abc"})
     with pytest.raises(st.TreeMismatch, match="at a: expected"):
         st.apply_delta(change, tied)
-    assert not tied["a"].any()
-    change = st.delta({**new, "c": make(first)}, {key: make(torch.zeros(6)) for key in "abc"})
-    assert st.apply_delta(change, tied)["c"].equal(make(first))
+    assert not one.any()
+    change = st.delta({**new, "c": first.clone()}, {key: torch.zeros(6) for key in "abc"})
+    assert st.apply_delta(change, tied)["c"].equal(first)
