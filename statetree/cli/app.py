@@ -124,6 +124,7 @@ def cli() -> None:
 @_json
 @_html
 @click.option("--stats", is_flag=True, help="Read elements: min, max, mean, std, and how many are NaN, inf and zero.")
+@click.option("--histogram", is_flag=True, help="With --stats, how many elements lie where between min and max, too.")
 @click.option(
     "--values", "key", metavar="KEY", help="Print the elements of one tensor, or one value, and nothing else."
 )

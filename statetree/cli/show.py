@@ -13,7 +13,7 @@ from statetree.cli.progress import tracked
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
-from statetree.files.leaf_text import statistics_of, stats_text
+from statetree.files.leaf_text import bars, histogram, statistics_of, stats_text
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import human, printable
 
@@ -31,6 +31,7 @@ class ShowOptions(NamedTuple):
     sort: str = "file"
     as_json: bool = False
     stats: bool = False
+    histogram: bool = False
 
 
 def show_values(path: Path, tree: Any, key: str) -> None:
@@ -72,6 +73,7 @@ def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> 
     notes = item.notes
     if options.stats:
         notes.append(stats_text(statistics_of(item.leaf)))
+        notes.append(bars(item.leaf) if options.histogram else "")
     share = "" if item.tied_to and not item.own_bytes else share
     return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(filter(None, notes)))
 
@@ -133,6 +135,7 @@ def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
     if options.stats:
         numbers = statistics_of(row.leaf)
         found["stats"] = None if numbers is None else numbers._asdict()
+        found |= {"histogram": histogram(row.leaf)} if options.histogram else {}
     return found
 
 

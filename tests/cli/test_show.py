@@ -367,3 +367,12 @@ def test_the_values_of_one_key_are_printed(tmp_path, statetree):
     ran = statetree("show", "--values", "model.v", path)
     assert (ran.status, ran.out) == (2, "")
     assert "has no entry model.v. Is it model.w?" in ran.err
+
+
+def test_histograms_say_where_elements_lie(tmp_path, statetree):
+    weights = torch.cat([torch.arange(16.0), torch.zeros(4), torch.tensor([float("nan"), float("inf")])])
+    path = write({"w": weights, "n": torch.zeros(0), "c": torch.tensor([3 + 4j, 0])}, tmp_path / "a.pt")
+    ran = statetree("show", "--json", "--stats", "--histogram", path)
+    found = {entry["key"]: entry["histogram"] for entry in ran.json["entries"]}
+    assert found == {"w": [5, *[1] * 15], "n": [], "c": [1, *[0] * 14, 1]}
+    assert "█" + "▂" * 15 in statetree("show", "--stats", "--histogram", path).out
