@@ -6,8 +6,8 @@ Files, bottom up:
 - ``contents``: what a tree holds in every place; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
 - ``samples``, ``elements``, ``sources``: classes and elements, and trees as source code; ``dtensor_layout``: a DTensor
-  as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis draws
-  (the extra ``testing``)
+  as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis
+  draws (the extra ``testing``)
 - ``pace``: limits of time; ``rank_worker``, ``rank_calls``: ranks as processes; ``pytest_plugin``: a fixture
 - ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``: ``check_transform``
 - ``faults``, ``conformance_suite``: ``conformance``
