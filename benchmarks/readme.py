@@ -33,8 +33,8 @@ def line(results: dict[str, Any]) -> str:
     rows = {row["title"]: row for row in reversed(results["rows"])}
     parts = [f"**{_ratio(rows[title], _peers(rows[title])[0])}** {work}" for title, work in LINE.items()]
     return (
-        f"Speed beside PyTorch's own helpers (above 1, statetree is faster): {'; '.join(parts)}. `make bench` measures "
-        "it; [all figures, and the machine](#how-fast-it-is).\n"
+        f"Speed beside PyTorch's own helpers (above 1, statetree is faster): {'; '.join(parts)}. Measured by "
+        f"`make bench`, {_measured(results)}; [all figures](#how-fast-it-is).\n"
     )
 
 
@@ -47,12 +47,15 @@ def figures(results: dict[str, Any]) -> str:
         if peers and row["title"] not in done:
             done.add(row["title"])
             lines.append(_cells(row, peers[0]))
-    machine = results["machine"]
     lines.append(
-        f"\nMedians of {results['date'][:10]} with torch {results['versions']['torch']} on {machine['cores']} cores "
-        f"({machine['cpu']}). Speed-up = peer's time / statetree's time: above 1, statetree is faster."
+        f"\nMedians, {_measured(results)}. Speed-up = peer's time / statetree's time: above 1, statetree is faster."
     )
     return "\n".join(lines) + "\n"
+
+
+def _measured(results: dict[str, Any]) -> str:
+    machine, torch = results["machine"], results["versions"]["torch"]
+    return f"{results['date'][:10]}, torch {torch}, {machine['cores']} cores ({machine['cpu']})"
 
 
 def _replaced(text: str, begin: str, between: str, end: str) -> str:

@@ -76,8 +76,8 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240, help="length of the run (default: 240)")
-    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints (default: 20)")
+    parser.add_argument("--steps", type=int, default=120, help="length of the run (default: 120)")
+    parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints (default: 15)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the checkpoints in this new directory")
     parser.add_argument(
         "--sabotage",

@@ -1,13 +1,18 @@
-"""What definitions declare: transforms how ``chain`` and ``stream`` apply them, properties that they are cached."""
+"""What code declares: transforms how ``chain`` applies them, properties that they are cached, phases what they are."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Generic, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
-from statetree.torch_internals import quietly
+from torch.autograd.profiler import record_function
+
+from statetree.torch_internals import is_profiling, quietly
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -88,6 +93,26 @@ class cached_property(Generic[T]):
             return self
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
+
+
+_log = logging.getLogger("statetree")
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Return what a long phase, such as ``gather.move``, runs in: nothing at all unless somebody watches.
+
+    It is a span of torch's profiler, and a line of the log at DEBUG.
+    """
+    return _watched(name) if is_profiling() or _log.isEnabledFor(logging.DEBUG) else _NOTHING
+
+
+@contextmanager
+def _watched(name: str) -> Iterator[None]:
+    since = time.monotonic()
+    with record_function(f"statetree.{name}"):
+        yield
+    _log.debug("%s: %.6f s", name, time.monotonic() - since)
 
 
 #: What each object does in a forked process, as long as it lives.

@@ -21,9 +21,8 @@ from statetree.dcp.series import Kept, Series, bytes_in
 from statetree.dcp.stateful import StatefulTree
 from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
 from statetree.dcp.step_writer import StepWriter
-from statetree.declare import renew_after_fork
+from statetree.declare import phase, renew_after_fork
 from statetree.errors import CheckpointError, StateTreeError
-from statetree.exchange.phases import phase
 from statetree.files.loading import LoadOptions
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager

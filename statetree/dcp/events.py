@@ -22,7 +22,8 @@ class Event(NamedTuple):
         kind: ``stage``, ``save``, ``upload``, ``removal`` or ``restore``.
         step: The step of the checkpoint.
         seconds: How long it took.
-        bytes: The bytes of the checkpoint's files; of ``stage``, those of this rank's tensors.
+        bytes: The bytes of the checkpoint's files; of ``stage``, those of this rank's tensors. They are sizes, not
+            work: files that an incremental save links, and frozen tensors that a stage does not copy, count too.
         waited: How many seconds the caller waited; of an ``async_save``, with the wait for the save before it.
     """
 

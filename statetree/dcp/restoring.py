@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
 from statetree.dcp.stateful import StatefulTree
+from statetree.declare import phase
 from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks
-from statetree.exchange.phases import phase
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
 

@@ -11,8 +11,8 @@ from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
+from statetree.declare import phase
 from statetree.errors import CheckpointError, StateTreeError
-from statetree.exchange.phases import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,6 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
 - ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them
 - ``partial_reduction``: partials put together on the way
-- ``phases``: spans in the profiler, and lines in the log
 - ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again;
   ``recognition``: calls that are recorded without being asked for, and known again by a ``sighting``
 """

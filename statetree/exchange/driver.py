@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.declare import phase
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
@@ -27,7 +28,6 @@ from statetree.exchange.group import group_of
 from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
-from statetree.exchange.phases import phase
 from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import (
     PlannedTransfers,

@@ -21,10 +21,10 @@ from weakref import ref
 
 import torch
 
+from statetree.declare import phase
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.call import Call
 from statetree.exchange.group import Group, group_of
-from statetree.exchange.phases import phase
 from statetree.exchange.prepared import Preparation, preparation_under_way, preparing
 from statetree.exchange.sighting import VALUES, Sighting
 from statetree.leaves.replicas import replicated

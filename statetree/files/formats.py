@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from statetree.declare import phase
 from statetree.errors import CheckpointError, with_checks
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
@@ -245,7 +246,8 @@ def save(
     def write(folder: Path) -> list[str]:
         if is_together and not by_all and ranks.rank:
             return []
-        return with_checks(found.write, tree, folder, target.name, options)
+        with phase("save.write"):
+            return with_checks(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
     if isinstance(far := cast("Any", target), RemotePath):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 import torch
 
 from statetree.chunks.boxes import whole_box
+from statetree.declare import phase
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
@@ -85,7 +86,8 @@ def load(
     together, at most as many between them. Beside the result, two buckets of 16 MiB are in memory.
 
     Args:
-        path: Any checkpoint that ``statetree.files.open`` opens.
+        path: Any checkpoint that ``statetree.files.open`` opens: a file, a directory, or a URL that fsspec knows
+            (``s3://``, ``hf://``; extra ``remote``), of which only the ranges that are needed are fetched.
         like: A tree that gives structure, layouts, devices and dtypes. Without ``in_place`` its contents do not matter,
             and its tensors may be ``meta`` ones. Without it, what was saved comes back, on the CPU, whole.
         in_place: Fill the tensors of ``like`` instead of fresh ones.
@@ -163,11 +165,13 @@ def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: Lo
         tree = checkpoint.tree if options.through is None else options.through(checkpoint.tree)
         job.plan(tree, checkpoint)
 
-    if not together:
-        plan()
-        return job.read()
-    on_all_ranks("load", ranks, plan)
-    return on_all_ranks("load", ranks, job.read)
+    def ready(step: Callable[[], Any]) -> Any:
+        return on_all_ranks("load", ranks, step) if together else step()
+
+    with phase("load.plan"):
+        ready(plan)
+    with phase("load.read"):
+        return ready(job.read)
 
 
 class _Whole:

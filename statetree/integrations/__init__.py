@@ -52,5 +52,13 @@ class RandomState:
             sys.modules["numpy"].random.set_state(tuple(own["numpy"]))
 
 
+def random_states() -> dict[str, Any]:
+    """Return the random state of every rank, for frameworks of which the first rank alone saves: all ranks call it."""
+    states = [RandomState().state_dict()]
+    if dist.is_initialized():
+        dist.all_gather_object(states := states * dist.get_world_size(), states[0])
+    return {rank: state for own in states for rank, state in own.items()}
+
+
 def _rank() -> str:
     return f"rank_{dist.get_rank() if dist.is_initialized() else 0}"

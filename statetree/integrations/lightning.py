@@ -10,7 +10,7 @@ from lightning import pytorch
 from lightning.pytorch import plugins
 
 from statetree.dcp.checkpointer import Checkpointer
-from statetree.integrations import RandomState
+from statetree.integrations import RandomState, random_states
 
 
 class CheckpointIO(plugins.CheckpointIO):
@@ -21,8 +21,7 @@ class CheckpointIO(plugins.CheckpointIO):
         self._made: Checkpointer | None = None
 
     @property
-    def checkpointer(self) -> Checkpointer:
-        """The checkpointer, of this process alone: made when the process groups are."""
+    def checkpointer(self) -> Checkpointer:  # of this process alone: made when the process groups are
         if self._made is None:
             if dist.is_initialized():
                 own = [dist.get_rank()]
@@ -32,14 +31,15 @@ class CheckpointIO(plugins.CheckpointIO):
 
     def latest(self) -> Path | None:
         """Return the latest checkpoint, if there is one, for ``trainer.fit(ckpt_path=...)``."""
-        return self.checkpointer.path() if self.checkpointer.steps() else None
+        found = Checkpointer(self._directory, **self._options)  # another one: this is asked before there are groups
+        return found.path() if found.steps() else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.checkpointer.async_save(checkpoint["global_step"], checkpoint, metadata={"path": str(path)})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        step = Path(path).name.removeprefix("step-")
-        return self.checkpointer.restore(step=int(step), weights_only=weights_only is not False)
+        step = int(Path(path).name.removeprefix("step-"))
+        return self.checkpointer.restore(step=step, weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Leave it to the checkpointer."""
@@ -50,13 +50,13 @@ class CheckpointIO(plugins.CheckpointIO):
 
 
 class Callback(pytorch.Callback):
-    """Has a trainer with a ``CheckpointIO`` save whenever its checkpointer says so, and keeps the random state."""
+    """Has a trainer with a ``CheckpointIO`` save when its checkpointer is due, and keeps every rank's random state."""
 
     _loaded: Any = None
     _is_due, _seen = False, -1
 
     def state_dict(self) -> dict[str, Any]:
-        return RandomState().state_dict()
+        return random_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statetree.declare import phase
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import tied_leaves
@@ -112,11 +113,13 @@ def take_apart(verb: str, tree: Any, *, memory: bool = True) -> TreeParts:
 @quietly
 def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
-    parts = take_apart(verb, tree, memory=copy)
-    columns = parts.unpacked.columns
-    if copy:
-        parts.check_memory()
-    fresh = replicate_columns(columns, extents(columns), memory, copy=copy)
+    with phase(f"{verb}.describe"):
+        parts = take_apart(verb, tree, memory=copy)
+        columns = parts.unpacked.columns
+        if copy:
+            parts.check_memory()
+    with phase(f"{verb}.move" if copy else f"{verb}.allocate"):
+        fresh = replicate_columns(columns, extents(columns), memory, copy=copy)
     # Indices, offsets and what else leaves are put together by: undefined ones would not make a leaf.
     needed = [] if copy else [index for index in parts.unpacked.metadata_parts() if not columns.tensors[index].is_meta]
     if needed:
@@ -140,7 +143,8 @@ def moved(verb: str, tree: Any, memory: Memory) -> Any:
         verb, [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving], together=True
     )
     check_memory(verb, part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    fresh = replicate_columns(part.columns, extents(part.columns), memory, copy=True)
+    with phase(f"{verb}.move"):
+        fresh = replicate_columns(part.columns, extents(part.columns), memory, copy=True)
     for index, leaf in zip(moving, part.pack(fresh), strict=True):
         leaves[index] = leaf
     return unflatten(spec, leaves)

@@ -15,7 +15,7 @@ import threading
 from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from statetree.declare import renew_after_fork
+from statetree.declare import phase, renew_after_fork
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
@@ -137,7 +137,9 @@ class Stager:
         with self._lock:
             try:
                 self._begin("stage")
-                return self._copy("stage", capture("stage", tree))
+                with phase("stage.describe"):
+                    captured = capture("stage", tree)
+                return self._copy("stage", captured)
             finally:
                 self._end()
 
@@ -187,7 +189,8 @@ class Stager:
         self._refuse_nested("stage_async")
         self._refuse_closed("stage_async")
         try:
-            captured = capture("stage_async", tree, aside=True)
+            with phase("stage.describe"):
+                captured = capture("stage_async", tree, aside=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
             return failed(error)
         try:
@@ -222,7 +225,8 @@ class Stager:
         try:
             if columns.tensors:
                 snapshot = self._idle_snapshot(verb, columns)
-                staged = snapshot.fill(columns)
+                with phase("stage.move"):
+                    staged = snapshot.fill(columns)
                 self._trim(snapshot)
             if frozen:
                 copies = self._frozen.copies(verb, captured, frozen)

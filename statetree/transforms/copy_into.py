@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from statetree.declare import phase
 from statetree.leaves.copying import prepared_copy
 from statetree.torch_internals import quietly
 
@@ -81,6 +82,8 @@ def copy_into(
 
 @quietly
 def _copy_into(src: Any, dst: Any, options: dict[str, Any]) -> Any:
-    result, write = prepared_copy("copy_into", src, dst, **options)
-    write()
+    with phase("copy_into.plan"):
+        result, write = prepared_copy("copy_into", src, dst, **options)
+    with phase("copy_into.move"):
+        write()
     return result

@@ -59,6 +59,12 @@ class Script:
     def __str__(self) -> str:
         return f"{self.path.stem}:{self.blocks[0].line}"
 
+    def imported(self) -> set[str]:
+        """Return the packages that it imports."""
+        names = [node.module or "" for node in self.statements if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in self.statements if isinstance(node, ast.Import) for alias in node.names]
+        return {name.partition(".")[0] for name in names}
+
     def can_be_typed(self) -> bool:
         """Return whether Python's prompt takes it: ranks import what they run, and an empty line ends a class."""
         names = {alias.name for node in self.statements if isinstance(node, ast.ImportFrom) for alias in node.names}

@@ -13,10 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import statetree
 from statetree.integrations import RandomState
 from statetree.integrations.accelerate import Registered
-from tests.integrations.kills import kill
 
 
-def main(directory, kill_at):
+def main(directory, after_step=lambda step: None):
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -47,13 +46,18 @@ def main(directory, kill_at):
                 mean.lerp_(parameter.detach(), 0.1)
             run |= {"step": run["step"] + 1, "epoch": epoch}
             registered.state = run
-            if run["step"] == kill_at:
-                kill(directory)
+            after_step(run["step"])
             if run["step"] % 3 == 0:
                 accelerator.save_state(folder)
         run["epoch"] = epoch + 1
     print("weights", statetree.digest([model.state_dict(), run["ema"]]))
 
 
+def killed_at(step):
+    from tests.integrations.kills import kill
+
+    return lambda now: kill(sys.argv[1]) if now == step else None
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], killed_at(int(sys.argv[2])))

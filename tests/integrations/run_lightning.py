@@ -11,18 +11,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import statetree
 from statetree.integrations.lightning import Callback, CheckpointIO
-from tests.integrations.kills import kill
 
 
 class Model(pytorch.LightningModule):
-    def __init__(self, kill_at, directory):
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
-        self.kill_at, self.directory = kill_at, directory
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == self.kill_at:
-            kill(self.directory)
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -30,19 +26,34 @@ class Model(pytorch.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)]
 
 
-def main(directory, kill_at):
+def main(directory, every, *callbacks, **options):
     torch.manual_seed(0)
-    model = Model(kill_at, directory)
+    model = Model()
     data = torch.utils.data.TensorDataset(torch.arange(60.0).view(20, 3) / 60)
-    loader = StatefulDataLoader(data, batch_size=4, shuffle=True)
-    io = CheckpointIO(f"{directory}/run", every=int(sys.argv[3]), keep=2)
+    loader = StatefulDataLoader(data, batch_size=4, shuffle=not options)
+    io = CheckpointIO(f"{directory}/run", every=every, keep=2)
     trainer = pytorch.Trainer(
-        accelerator="cpu", max_epochs=3, plugins=[io], callbacks=[Callback()], default_root_dir=directory, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accelerator="cpu", max_epochs=3, plugins=[io], callbacks=[Callback(), *callbacks], default_root_dir=directory,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
     )  # fmt: skip
     trainer.fit(model, loader, ckpt_path=io.latest())
     print("weights", statetree.digest(model.state_dict()))
 
 
+class Kill(pytorch.Callback):
+    def __init__(self, at, directory):
+        self.at, self.directory = at, directory
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 0:
+            torch.manual_seed(trainer.global_rank)  # every rank drops out other elements
+        from tests.integrations.kills import kill
+
+        if trainer.global_step == self.at:
+            kill(self.directory)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    _, directory, kill_at, every, *ranks = sys.argv
+    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False} if ranks else {}
+    main(directory, int(every), Kill(int(kill_at), directory), **options)

@@ -14,6 +14,7 @@ RUNS = [
     ("transformers", 9, ["transformers", "accelerate"], []),
     ("lightning", 7, ["lightning", "torchdata"], ["3"]),  # in the middle of an epoch
     ("lightning", 9, ["lightning", "torchdata"], ["5"]),  # due at its end
+    ("lightning", 7, ["lightning", "torchdata"], ["3", "ddp"]),
     ("accelerate", 8, ["accelerate", "torchdata"], []),
     ("torchtitan", 8, ["torchtitan"], []),
 ]

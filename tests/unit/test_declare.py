@@ -1,5 +1,6 @@
-"""Properties that are computed once, without a lock."""
+"""Properties that are computed once, without a lock; phases in the profiler and in the log."""
 
+import logging
 import os
 import pathlib
 import re
@@ -7,9 +8,14 @@ import signal
 import threading
 import time
 import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
 
 import statetree
-from statetree.declare import cached_property
+import statetree as st
+from statetree.declare import cached_property, phase
 from tests.pace import units
 
 
@@ -66,3 +72,49 @@ def test_no_module_uses_the_one_that_locks():
     sources = [path.read_text() for path in pathlib.Path(statetree.__file__).parent.rglob("*.py")]
     assert len(sources) > 100
     assert not any(re.search(r"functools import.*cached_property|functools\.cached_property", text) for text in sources)
+
+
+def test_a_phase_is_nothing_unless_somebody_watches():
+    assert phase("gather.move") is phase("gather.plan")
+    assert isinstance(phase("gather.move"), nullcontext)
+
+
+def test_a_phase_is_a_span_of_the_profiler():
+    with torch.profiler.profile(acc_events=True) as profile, phase("gather.move"):
+        torch.zeros(3).add_(1)
+    assert "statetree.gather.move" in {event.name for event in profile.events()}
+
+
+def test_a_phase_is_a_line_of_the_log(caplog):
+    with caplog.at_level(logging.DEBUG, "statetree"), phase("gather.move"):
+        pass
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "statetree"]
+    assert message.startswith("gather.move: 0.0")
+
+
+def test_what_a_phase_raises_is_raised(caplog):
+    with caplog.at_level(logging.DEBUG, "statetree"), pytest.raises(ZeroDivisionError), phase("gather.move"):
+        raise ZeroDivisionError
+
+
+def test_long_phases_of_verbs_on_one_process_are_spans(tmp_path):
+    state = {"w": torch.arange(6.0), "step": 1}
+    with torch.profiler.profile(acc_events=True) as profile, st.Stager() as stager:
+        st.copy_into(st.offload(state), state)
+        st.offload(state, copy=False, device="meta")
+        stager.stage(state)
+        st.save(state, tmp_path / "state.pt")
+        st.load(tmp_path / "state.pt", state)
+    spans = [event.name.removeprefix("statetree.") for event in profile.events() if "statetree." in event.name]
+    assert spans == [
+        *("offload.describe", "offload.move", "copy_into.plan", "copy_into.move", "offload.move"),
+        *("stage.describe", "stage.move", "save.write"),
+        *("load.plan", "load.describe", "load.allocate", "load.read"),
+    ]
+
+
+def test_staging_in_the_background_is_seen(caplog):
+    with caplog.at_level(logging.DEBUG, "statetree"), st.Stager() as stager:
+        stager.stage_async({"w": torch.ones(2)}).result()
+    phases = [record.getMessage().split(":")[0] for record in caplog.records if record.name == "statetree"]
+    assert phases == ["stage.describe", "stage.move"]
