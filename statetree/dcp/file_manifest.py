@@ -70,7 +70,7 @@ class FileManifest(NamedTuple):
     """What a save wrote: its id, size and checksum of ``.metadata``, the data files by name, and what is said of it.
 
     ``entries`` are those of ``.metadata`` once more, as JSON, which is read many times faster: ``None`` for a plain
-    value; dtype, shape, and where each piece begins and how large it is for a tensor.
+    value; for a tensor dtype and shape and, unless it is in one piece, where each begins and how large it is.
     """
 
     save: str

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.dcp.file_manifest import (
     MANIFEST,
     FileManifest,
@@ -129,10 +129,10 @@ def _listed(manifest: FileManifest) -> Described:
     return Described(entries, pieces, {}, manifest.save, manifest.files)
 
 
-def _listed_tensor(dtype: Any, shape: Any, boxes: Any) -> StoredEntry:
-    return StoredEntry(
-        _DTYPES[dtype], size_of(shape), tuple([_box(size_of(start), size_of(sizes)) for start, sizes in boxes])
-    )
+def _listed_tensor(dtype: Any, shape: Any, *boxes: Any) -> StoredEntry:
+    size = size_of(shape)
+    found = tuple([_box(size_of(start), size_of(sizes)) for start, sizes in boxes]) or (whole_box(size),)
+    return StoredEntry(_DTYPES[dtype], size, found)
 
 
 def _manifest_of(directory: Path) -> FileManifest:

@@ -323,7 +323,8 @@ def _listed(entry: Any) -> Any:
     """Return an entry of the metadata as the manifest lists it."""
     if isinstance(entry, BytesStorageMetadata):
         return None
-    return str(entry.properties.dtype), entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return str(entry.properties.dtype), entry.size, *([] if chunks[0][1] == entry.size else chunks)
 
 
 def _outline(entry: Any) -> Any:
