@@ -41,13 +41,13 @@ def test_a_file_that_is_too_large_for_the_system(is_there, name, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_disk_that_is_full(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "call"), [*((name, "os.fsync") for name in NAMES), ("a", "os.pwritev")])
+def test_a_disk_that_is_full(name, call, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
+        patch.setattr(call, full)
         with pytest.raises(
             CheckpointError, match=f"save: cannot write {tmp_path / name}: No space left on device. Make"
         ):
