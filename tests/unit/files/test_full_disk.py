@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +54,27 @@ def test_a_disk_that_is_full(name, call, tmp_path, monkeypatch):
         ):
             st.save({"w": torch.arange(9.0)}, tmp_path / name)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_is_written_is_synced_and_each_failure_of_that_is_told(name, tmp_path, monkeypatch):
+    sync, synced = os.fsync, []
+
+    def count(handle, fails_at=None):
+        if len(synced) == fails_at:
+            raise OSError(28, "No space left on device")
+        synced.append(os.fstat(handle).st_ino)
+        sync(handle)
+
+    monkeypatch.setattr("os.fsync", count)
+    st.save({"w": torch.arange(9.0), "v": 1 + torch.arange(9)}, tmp_path / name)
+    written = [tmp_path, *tmp_path.rglob("*")]
+    assert {path.stat().st_ino for path in written} <= {*synced}
+    for number in range(len(synced)):
+        synced.clear()
+        monkeypatch.setattr("os.fsync", partial(count, fails_at=number))
+        with pytest.raises(CheckpointError, match=r"save: .*No space left on device"):
+            st.save({"w": torch.arange(9.0)}, tmp_path / f"{number}{name}")
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "pytorch_model.bin"])
