@@ -56,25 +56,30 @@ def test_a_disk_that_is_full(name, call, tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_that_is_written_is_synced_and_each_failure_of_that_is_told(name, tmp_path, monkeypatch):
+def save_step(tree, path):
+    with st.Checkpointer(path) as saved:
+        saved.save(1, tree)
+
+
+@pytest.mark.parametrize(("name", "save"), [*((name, st.save) for name in NAMES), ("a", save_step)])
+def test_all_that_is_written_is_synced_and_each_failure_of_that_is_told(name, save, tmp_path, monkeypatch):
     sync, synced = os.fsync, []
 
     def count(handle, fails_at=None):
-        if len(synced) == fails_at:
-            raise OSError(28, "No space left on device")
         synced.append(os.fstat(handle).st_ino)
+        if len(synced) - 1 == fails_at:  # this one alone
+            raise OSError(28, "No space left on device")
         sync(handle)
 
     monkeypatch.setattr("os.fsync", count)
-    st.save({"w": torch.arange(9.0), "v": 1 + torch.arange(9)}, tmp_path / name)
+    save({"w": torch.arange(9.0), "v": 1 + torch.arange(9)}, tmp_path / name)
     written = [tmp_path, *tmp_path.rglob("*")]
     assert {path.stat().st_ino for path in written} <= {*synced}
     for number in range(len(synced)):
         synced.clear()
         monkeypatch.setattr("os.fsync", partial(count, fails_at=number))
         with pytest.raises(CheckpointError, match=r"save: .*No space left on device"):
-            st.save({"w": torch.arange(9.0)}, tmp_path / f"{number}{name}")
+            save({"w": torch.arange(9.0)}, tmp_path / f"{number}{name}")
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "pytorch_model.bin"])
