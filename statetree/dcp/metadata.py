@@ -107,15 +107,9 @@ def read_described(directory: Path, *, verify: bool) -> Described:
         raise CheckpointError(msg) from None
     if manifest.save != found.save:
         _refuse_mixture(directory, f"{METADATA} is of the save {found.save}, {MANIFEST} of {manifest.save}")
-    for stored in found.pieces.values():
-        if stored.name not in manifest.files:
-            _refuse_mixture(directory, f"{MANIFEST} does not list {stored.name}")
-    checksums = {(name, piece.offset): piece.checksum for name, file in manifest.files.items() for piece in file.pieces}
-    pieces = {
-        index: stored._replace(checksum=checksums.get((stored.name, stored.offset)))
-        for index, stored in found.pieces.items()
-    }
-    return found._replace(pieces=pieces, files=manifest.files)
+    if verify:
+        _refuse_mixture(directory, f"{MANIFEST} does not list what {METADATA} does")
+    return found
 
 
 def _listed(manifest: FileManifest) -> Described:
