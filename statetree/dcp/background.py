@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -15,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from statetree.dcp.groups import from_all, group_for, ranks_of
-from statetree.dcp.internals import count_groups, is_alive
+from statetree.dcp.internals import count_groups, is_alive, new_gloo_group
 from statetree.dcp.saving import write
-from statetree.errors import clear_frames
+from statetree.errors import CheckpointError, clear_frames
 from statetree.exchange.call import on_all_ranks
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
@@ -71,8 +72,8 @@ def async_save(
     """
     refuse_url("async_save", checkpoint_id, "Save to a local directory.")
     directory = Path(checkpoint_id)
-    background = background_of("async_save", process_group, "async_save")
-    agreeing = background_of("async_save", process_group, "async_save.staging").group
+    background = background_of("async_save", directory, process_group, "async_save")
+    agreeing = background_of("async_save", directory, process_group, "async_save.staging").group
 
     def stage() -> Any:
         if stager is not None:
@@ -98,6 +99,8 @@ class Background:
 
 #: Stands for a group that was destroyed.
 _DESTROYED: Final[Any] = object()
+#: How long the ranks wait for each other while they make groups: all have begun to, so that one that is late has died.
+_MAKING: Final = timedelta(minutes=5)
 
 _lock: threading.Lock
 _by_parent: WeakKeyDictionary[Any, dict[str, Background]]
@@ -115,7 +118,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_empty)
 
 
-def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Background:
+def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpose: str) -> Background:
     """Return the thread and the group for a purpose: made on the first call, and the same ones ever after.
 
     The first call for a parent and purpose is made by every rank of the parent.
@@ -124,23 +127,25 @@ def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Backg
         parent = group_for(verb, parent)
         found = _without_ranks if parent is None else _by_parent.setdefault(parent, {})
         if purpose not in found:
-            found[purpose] = Background(None if parent is None else _group_like(parent))
+            found[purpose] = Background(None if parent is None else _group_like(verb, directory, parent))
         return found[purpose]
 
 
-def _group_like(parent: ProcessGroup) -> Any:
-    # Ranks only find each other if they are in equally many groups.
-    own = count_groups()
-    fillers = [_new_group([dist.get_rank()]) for _ in range(max(from_all(own, parent)) - own)]
-    group = _new_group(dist.get_process_group_ranks(parent))
+def _group_like(verb: str, directory: Path, parent: ProcessGroup) -> Any:
+    try:
+        # Ranks only find each other if they are in equally many groups.
+        own = count_groups()
+        fillers = [new_gloo_group([dist.get_rank()], _MAKING) for _ in range(max(from_all(own, parent)) - own)]
+        group = new_gloo_group(dist.get_process_group_ranks(parent), _MAKING)
+    except RuntimeError as error:
+        msg = (
+            f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, got: "
+            f"{str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints are untouched."
+        )
+        raise CheckpointError(msg) from error
     for filler in fillers:
         dist.destroy_process_group(filler)
     return group
-
-
-def _new_group(ranks: list[int]) -> Any:
-    # With local synchronization, other ranks need not take part.
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 class SaveFuture(Future[None]):

@@ -376,7 +376,7 @@ class Checkpointer(Schedule):
         return self._background(verb, purpose)
 
     def _background(self, verb: str, purpose: str) -> Background:
-        return background_of(verb, self._process_group, f"Checkpointer.{purpose}")
+        return background_of(verb, self.directory, self._process_group, f"Checkpointer.{purpose}")
 
     def _warn_of_step(self, verb: str, step: int) -> None:
         """Say so if the step does not become the latest one, on the first rank."""

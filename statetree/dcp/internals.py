@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed.checkpoint.metadata import Metadata
 
 
@@ -32,7 +35,14 @@ def is_alive(group: Any) -> bool:
 
 def count_groups() -> int:
     """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
-    return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+    return len(distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
+def new_gloo_group(ranks: list[int], limit: timedelta) -> Any:
+    """Return a new group, which only its ranks make, for at most a time. In use, it waits as long as others do."""
+    group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
+    distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout, group)  # noqa: SLF001
+    return group
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

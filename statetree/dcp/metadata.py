@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.dcp.file_manifest import (
     MANIFEST,
     FileManifest,
@@ -26,6 +26,7 @@ from statetree.dcp.file_manifest import (
     save_of,
 )
 from statetree.errors import CheckpointError
+from statetree.files.crc32 import crc32
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
@@ -83,6 +84,12 @@ def read_described(directory: Path, *, verify: bool) -> Described:
             manifest is missing or damaged, or belongs to another save.
     """
     data = _content(directory)
+    with suppress(CheckpointError, BadPickle, TypeError, ValueError, KeyError):  # else the metadata tell what is wrong
+        listed = read_manifest(directory)
+        if listed is not None and listed.entries and listed.metadata == (len(data), crc32(data)):
+            found = _listed(listed)
+            _check_pieces(directory, found)
+            return found
     found = _parsed(directory, data)
     if found.save is None and not (verify and _has_listed_files(directory, found)):
         return found
@@ -100,15 +107,26 @@ def read_described(directory: Path, *, verify: bool) -> Described:
         raise CheckpointError(msg) from None
     if manifest.save != found.save:
         _refuse_mixture(directory, f"{METADATA} is of the save {found.save}, {MANIFEST} of {manifest.save}")
-    for stored in found.pieces.values():
-        if stored.name not in manifest.files:
-            _refuse_mixture(directory, f"{MANIFEST} does not list {stored.name}")
-    checksums = {(name, piece.offset): piece.checksum for name, file in manifest.files.items() for piece in file.pieces}
+    if verify:
+        _refuse_mixture(directory, f"{MANIFEST} does not list what {METADATA} does")
+    return found
+
+
+def _listed(manifest: FileManifest) -> Described:
+    """Return what a manifest tells of the metadata that it was written with."""
+    entries = {key: StoredEntry() if row is None else _listed_tensor(*row) for key, row in manifest.entries.items()}
     pieces = {
-        index: stored._replace(checksum=checksums.get((stored.name, stored.offset)))
-        for index, stored in found.pieces.items()
+        piece.which: Stored(name, piece.offset, piece.length, piece.checksum)
+        for name, file in manifest.files.items()
+        for piece in file.pieces
     }
-    return found._replace(pieces=pieces, files=manifest.files)
+    return Described(entries, pieces, {}, manifest.save, manifest.files)
+
+
+def _listed_tensor(dtype: Any, shape: Any, *boxes: Any) -> StoredEntry:
+    size = size_of(shape)
+    found = tuple([_box(size_of(start), size_of(sizes)) for start, sizes in boxes]) or (whole_box(size),)
+    return StoredEntry(_DTYPES[dtype], size, found)
 
 
 def _manifest_of(directory: Path) -> FileManifest:
@@ -195,7 +213,10 @@ def _number(value: Any) -> int:
 
 
 def _chunk(state: Any) -> Box:
-    start, sizes = _of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"])
+    return _box(_of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"]))
+
+
+def _box(start: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     if len(start) != len(sizes):
         _damaged(f"a piece lies at {tuple(start)} with the size {tuple(sizes)}")
     return Box(tuple(start), (*map(add, start, sizes),))
@@ -240,9 +261,10 @@ def _ignored(*_: Any) -> None:
     """Make nothing of what is not read here: layouts, memory formats, where the checkpoint was."""
 
 
+_DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 #: What torch 2.11 to 2.15 pickle as metadata.
 _KNOWN: Final[dict[str, Known]] = {
-    **{str(value): Known(value=value) for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{name: Known(value=dtype) for name, dtype in _DTYPES.items()},
     "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
     "torch.serialization._get_layout": Known(_ignored),
     f"{_METADATA}._MEM_FORMAT_ENCODING": Known(_ignored),

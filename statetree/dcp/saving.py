@@ -268,7 +268,8 @@ class StateSave:
         stamp_version(metadata)
         data = pickle.dumps(metadata)
         options = self._options
-        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about)
+        entries = {key: _listed(entry) for key, entry in metadata.state_dict_metadata.items()}
+        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about, entries)
         _write_whole(self.directory / MANIFEST, manifest.to_bytes())
         _write_whole(self.directory / METADATA, data)
         sync(self.directory)
@@ -316,6 +317,14 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
     for described in reversed(told):  # the first rank's count
         paths.update(described.dcp_paths)
     return shares, Metadata(entries, paths)
+
+
+def _listed(entry: Any) -> Any:
+    """Return an entry of the metadata as the manifest lists it."""
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return str(entry.properties.dtype), entry.size, *([] if chunks[0][1] == entry.size else chunks)
 
 
 def _outline(entry: Any) -> Any:

@@ -46,10 +46,12 @@ class _Entries:
         Where classes of containers or keys are unknown, the file has texts for attributes and for these keys; what
         ranks other than the first saved beside the structure, it has by names alone.
         """
+        if key in self.place:
+            return self.place[key]
+        as_text = [f"s{text[1:]}" if text and text[0] in "@?" else text for text in key]
         candidates = (
-            key,
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
-            tuple([f"s{text[1:]}" if text and text[0] in "@?" else text for text in key]),
+            *((*key[:known], *as_text[known:]) for known in range(len(key))),  # below containers that are known
             (f"s{name}",),
         )
         return next((self.place[found] for found in candidates if found in self.place), None)

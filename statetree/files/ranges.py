@@ -303,6 +303,8 @@ class FileRange:
 
     def checksum(self, start: int, length: int) -> int:
         """Return the CRC-32 of bytes, which are read block by block."""
+        if self._held is not None:
+            return crc32(self._held[start : start + length])
         found = 0
         for view in self.blocks(start, length):
             found = crc32(view, found)

@@ -250,7 +250,12 @@ class StoredTensor:
         if not target.numel():
             return
         sizes = tuple(target.shape)
-        for piece in self._find(region.hull(sizes)):
+        hull = region.hull(sizes)
+        for piece in self._find(hull):
+            if piece.box == hull and hull.sizes == sizes and region.dims == (*range(len(sizes)),):
+                self._fill(target, piece, piece.offset)  # all of it, as it is
+                _look_again(piece.file)
+                continue
             for box in region.boxes_within(piece.box, sizes):
                 part = region.moved(box.start)
                 offset = piece.offset + sum(map(mul, map(sub, part.start, piece.box.start), piece.stride))

@@ -40,6 +40,9 @@ def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Seq
 
     Elements that lie close together are read at once with what is between them, which is at most as much again.
     """
+    if target.stride() == tuple(stride) and target.is_contiguous():
+        file.fill(memory_view(target), offset * target.itemsize)
+        return
     dims = sorted(((step, dim) for dim, step in enumerate(stride) if target.shape[dim] > 1), key=itemgetter(0))
     for step, dim in dims:
         if not step:  # an expanded dim: its elements are one

@@ -37,8 +37,8 @@ class TensorArchive:
     Raises ``ValueError`` if torch computes what lies there in another way.
     """
 
-    def __init__(self, head: bytes, nbytes: int, end: bytes) -> None:
-        self.head, self.nbytes, self._end = head, nbytes, end
+    def __init__(self, head: bytes, nbytes: int, end: bytes, stride: tuple[int, ...]) -> None:
+        self.head, self.nbytes, self._end, self.stride = head, nbytes, end, stride
         self.length = len(head) + nbytes + len(end)
         begin = _after_name(end, _ID)
         self._id = slice(begin, begin + _ID_BYTES)
@@ -113,5 +113,5 @@ def _archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | Non
     data = file.getvalue()
     with suppress(ValueError, KeyError):
         begin = _after_name(data, _MEMORY)
-        return TensorArchive(data[:begin], probe.nbytes, data[begin:])
+        return TensorArchive(data[:begin], probe.nbytes, data[begin:], probe.stride())
     return None

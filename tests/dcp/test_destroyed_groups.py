@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import signal
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,9 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp import saving
+from statetree.dcp import background, saving
 from statetree.testing import run_ranks
 from tests.pace import units
+from tests.ranks import rank_outcomes
 
 
 def sharded(shift):
@@ -105,3 +110,58 @@ def test_the_other_ranks_hear_of_a_group_that_one_destroys(tmp_path):
     waiting, destroying = run_ranks(2, destroy_while_saving, tmp_path, fresh=True, timeout=units(30))
     assert "peer" in waiting
     assert "group" in destroying
+
+
+def lose_a_rank_while_groups_are_made(directory: Path, moment: str) -> list[str]:
+    """Return what the other rank is told by each call, where one dies before or after the ranks have met for it."""
+    assert background._MAKING.total_seconds() <= 300
+    limit, new_group = datetime.timedelta(seconds=units(1)), background.new_gloo_group
+    background._MAKING = limit
+
+    def new_group_or_die(*args):
+        assert args[1] == limit
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(*args)
+
+    if moment == "after":
+        background.new_gloo_group = new_group_or_die
+    elif dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told, began = [], time.monotonic()
+    series = dcp.Checkpointer(directory)
+    calls = {
+        "save": lambda: series.save(1, {"a": 1}),
+        "async_save": lambda: dcp.async_save({"a": 1}, checkpoint_id=directory),
+    }
+    for verb, call in calls.items():
+        expected = rf"{verb}: the ranks could not make a process group to use {directory}: .* job again"
+        with pytest.raises(statetree.CheckpointError, match=expected) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        told.append(str(caught.value))
+    assert time.monotonic() - began < units(20)
+    return told
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_rank_that_dies_while_groups_are_made_is_not_waited_for(moment, tmp_path):
+    outcomes = rank_outcomes(2, lose_a_rank_while_groups_are_made, tmp_path, moment, timeout=units(30))
+    assert [outcome.status for outcome in outcomes] == ["returned", "died"], "\n".join(map(str, outcomes))
+    assert outcomes[0].value[0].startswith("save: ")
+
+
+def wait_longer_than_making_takes(directory: Path) -> None:
+    """Keep the others waiting for a save longer than groups may take to be made."""
+    background._MAKING = datetime.timedelta(seconds=units(1))
+    with dcp.Checkpointer(directory) as series:
+        for step in (1, 2):
+            series.save(step, {"step": step})
+            if dist.get_rank() == step == 1:
+                time.sleep(units(2))
+
+
+@pytest.mark.slow
+def test_ranks_may_wait_longer_for_each_other_in_a_save(tmp_path):
+    run_ranks(2, wait_longer_than_making_takes, tmp_path, fresh=True)
+    assert dcp.Checkpointer(tmp_path).steps() == [1, 2]

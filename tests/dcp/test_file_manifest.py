@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import statetree
 from statetree import dcp
+from statetree.dcp import metadata
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from tests.judge import assert_trees_equal
 
@@ -156,6 +157,40 @@ def signed(line):
 
 def changed(data, **values):
     return signed(json.dumps({**json.loads(data.splitlines()[0]), **values}).encode())
+
+
+def test_what_the_manifest_tells_is_not_unpickled(steps, monkeypatch):
+    monkeypatch.setattr(metadata, "read_pickle", None)
+    assert_trees_equal(statetree.load(steps[0]), state_of(1))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        5,
+        [],
+        ["torch.float32"],
+        ["torch.float99", [50]],
+        ["torch.float32", [5000]],
+        ["torch.float32", [-50]],
+        ["torch.float32", [True]],
+        ["torch.float32", [1 << 62, 4]],
+        ["torch.float32", [50], [[0], [50, 1]]],
+        ["torch.float32", [50], [[40], [50]]],
+        ["torch.float32", [50], [[1], [49]]],
+        ["torch.float32", [50], 7],
+    ],
+    ids=str,
+)
+def test_entries_of_a_manifest_that_cannot_be_are_refused(entry, steps):
+    path = steps[0] / MANIFEST
+    data = path.read_bytes()
+    entries = json.loads(data.splitlines()[0])["entries"]
+    path.write_bytes(changed(data, entries={**entries, "w": entry}))
+    with pytest.raises(statetree.CheckpointError, match=r"load: .*\.statetree_manifest does not list what \.metadata"):
+        statetree.load(steps[0])
+    assert_trees_equal(statetree.load(steps[0], verify=False), state_of(1))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")

@@ -267,3 +267,18 @@ def test_values_out_of_range_are_no_damage(tmp_path):
     with pytest.raises(statetree.TreeMismatch, match=told):
         series.restore(template, cast=True, fallback=True)
     assert not template["m"]["a"][1]
+
+
+class Listed(list):
+    """A container that no load makes by itself."""
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+def test_attributes_below_a_known_attribute_are_found_in_an_unknown_container(tmp_path):
+    state, inner = OrderedDict(w=torch.arange(2.0)), Listed()
+    inner.scale = torch.arange(3.0) + 7
+    state._metadata = inner
+    statetree.save(state, tmp_path / "a")
+    loaded = statetree.load(tmp_path / "a", state)
+    assert type(loaded._metadata) is Listed
+    assert loaded._metadata.scale.tolist() == [7, 8, 9]

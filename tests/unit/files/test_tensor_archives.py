@@ -60,7 +60,7 @@ def test_what_torch_computes_in_another_way_is_refused(monkeypatch):
     end = archive.end(0)
     monkeypatch.setattr(tensor_archives, "_combined", lambda before, crc: before ^ crc)
     with pytest.raises(ValueError, match=r"^$"):
-        TensorArchive(archive.head, archive.nbytes, end)
+        TensorArchive(archive.head, archive.nbytes, end, archive.stride)
     assert archive_of(torch.int8, (78,)) is None
 
 
