@@ -49,7 +49,8 @@ def environment(version: str, folder: Path, python: str) -> Path:
     interpreter = place / "bin" / "python"
     if not interpreter.exists():
         place.mkdir(parents=True)
-        pins = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("torch==")]
+        # Each torch brings a triton of its own.
+        pins = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith(("torch==", "triton=="))]
         constraints = place / "constraints.txt"
         constraints.write_text("\n".join([*pins, f"torch=={version}", ""]))
         subprocess.run([python, "-m", "venv", place], check=True)
