@@ -8,12 +8,14 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
 import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,9 +44,29 @@ NOT_BEGUN = (
 )
 STRAYED = "It returned, but the ranks did not make the same collectives: the next one did not come out right.\n"
 
-_lock = threading.RLock()
-#: The pools that are kept for the next call, by the process that owns them, their size and their timeout.
-_kept: dict[tuple[int, int, float], RankPool] = {}
+_lock: threading.RLock
+#: The pools that are kept for the next call, by their size and their timeout.
+_kept: dict[tuple[int, float], RankPool]
+#: Those of the parents of a forked process. They are not let go of: that would wait for threads which are not here.
+_inherited: list[dict[tuple[int, float], RankPool]] = []
+
+
+def _start_empty() -> None:
+    """Own nothing: a forked child neither has its parent's ranks, nor the thread that held the lock."""
+    global _lock, _kept
+    _lock, _kept = threading.RLock(), {}
+
+
+def _leave_to_the_parent() -> None:
+    _inherited.append(_kept)
+    _start_empty()
+    # The server from which ranks are forked is the parent's: only its own parent may wait for it.
+    forkserver._forkserver.__init__()  # type: ignore[misc]
+
+
+_start_empty()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def run_ranks(
@@ -92,6 +114,9 @@ def run_ranks(
     """
     if not callable(fn):
         refuse("run_ranks: fn", "a function", fn, TypeError)
+    if not timeout > 0:  # also of what is no number
+        refuse("run_ranks: timeout", "a positive number of seconds", timeout)
+    timeout = min(timeout, threading.TIMEOUT_MAX / 2)
     call = _pickled(fn, args)
     with rank_pool(world_size, collective_timeout, fresh=fresh) as pool:
         outcomes = pool.call(call, deadline=time.monotonic() + timeout)
@@ -134,11 +159,12 @@ class RankPool:
 
     def __init__(self, world_size: int, collective_timeout: float) -> None:
         self.is_sound = True
-        self._folder = tempfile.TemporaryDirectory(prefix="statetree-ranks-", ignore_cleanup_errors=True)
+        # No TemporaryDirectory: a forked child would remove it at its end.
+        self._folder = tempfile.mkdtemp(prefix="statetree-ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
         self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
-        self._joining = [(rank, world_size, self._folder.name, collective_timeout) for rank in range(world_size)]
+        self._joining = [(rank, world_size, self._folder, collective_timeout) for rank in range(world_size)]
         self._processes: list[Any] = []
 
     @property
@@ -165,7 +191,7 @@ class RankPool:
             process.join(max(0.0, until - time.monotonic()))  # one that is measured writes down what it did
             process.kill()
             process.join(units(ENDING_UNITS))
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, call: bytes, deadline: float, grace_s: float | None) -> list[Outcome]:
         futures: dict[Future[Answer], int] = {}
@@ -220,7 +246,7 @@ class RankPool:
         return Outcome(rank, "hung", None, f"It did not end in time, and was killed. {where}")
 
     def _stack(self, rank: int) -> Path:
-        return Path(self._folder.name, STACK.format(rank))
+        return Path(self._folder, STACK.format(rank))
 
     def _in_step(self, outcomes: list[Outcome], deadline: float) -> list[Outcome]:
         """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""
@@ -236,8 +262,8 @@ class RankPool:
 
 @atexit.register  # without the lock: a thread that is not waited for may hold it
 def close_kept() -> None:
-    """End the processes that this one keeps; a forked child does not own its parent's."""
-    for key in [key for key in _kept if key[0] == os.getpid()]:
+    """End the processes that this one keeps."""
+    for key in list(_kept):
         _kept.pop(key).close()
 
 
@@ -246,11 +272,11 @@ def rank_pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Ite
     """Lend a pool; keep it afterwards only if it is known to be sound."""
     if type(world_size) is not int or world_size < 1:
         refuse("run_ranks: world_size", "a number of ranks, at least 1", world_size)
-    key = (os.getpid(), world_size, collective_timeout)
+    key = (world_size, collective_timeout)
     with contextlib.nullcontext() if fresh else _lock:
         if key in _kept and not _kept[key].is_alive:  # killed since the last call, so not the fault of this one
             _kept.pop(key).close()
-        pool = RankPool(*key[1:]) if fresh or key not in _kept else _kept.pop(key)
+        pool = RankPool(*key) if fresh or key not in _kept else _kept.pop(key)
         try:
             yield pool
         finally:

@@ -662,3 +662,42 @@ def test_limits_of_ranks_are_multiples_of_what_the_first_one_took_to_start(tmp_p
         [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=units(30), check=True
     )
     assert done.stdout == "True\nTrue\n"
+
+
+FORKED = """
+import os, sys, threading, time, warnings
+import torch.distributed as dist
+from statetree.testing import run_ranks
+
+def slow():
+    time.sleep(3)
+
+def child():
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(run_ranks(2, dist.get_rank), flush=True)
+    os._exit(0)
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    run_ranks(2, dist.get_rank)
+    other = threading.Thread(target=run_ranks, args=(2, slow))
+    other.start()
+    time.sleep(0.5)
+    print(child(), flush=True)
+    other.join()
+    print(child(), run_ranks(2, dist.get_rank, timeout=float("inf")), flush=True)
+"""
+
+
+def test_a_forked_child_has_ranks_of_its_own(tmp_path):
+    (tmp_path / "forked.py").write_text(FORKED)
+    command = [sys.executable, str(tmp_path / "forked.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(120))
+    assert ran.stdout.splitlines() == ["[0, 1]", "0", "[0, 1]", "0 [0, 1]"], ran.stderr
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_timeouts_that_cannot_be_are_refused(timeout):
+    with pytest.raises(ValueError, match="run_ranks: timeout"):
+        run_ranks(2, os.getpid, timeout=timeout)
