@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import warnings
+from contextlib import suppress
 from functools import partial
 from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -239,12 +240,23 @@ class TorchFormat(CheckpointFormat):
             what = f"the {_culprit(tree)} holds what torch.load(weights_only=True) refuses: {refused}"
             msg = f"save: {what}. Leave it out (select), or convert it to plain values."
             raise CheckpointError(msg)
-        if torch.serialization.get_safe_globals():  # which torch.load asks for, and nothing here does
-            foreign = self.open(folder / name, OpenFiles(verify=False), skip_foreign=True).foreign
-            if foreign:
-                what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"
-                warn(f"save: {what}. Read it with torch.load, or save a directory (a name without suffix).")
+        foreign = _foreign(folder / name)
+        if foreign:
+            what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"
+            warn(f"save: {what}. Read it with torch.load, or save a directory (a name without suffix).")
         return [name]
+
+
+def _foreign(path: Path) -> list[str]:
+    """Return the names of classes that torch.load makes, since users have it admit them, and nothing here does."""
+    classes = [listed[0] if isinstance(listed, tuple) else listed for listed in torch.serialization.get_safe_globals()]
+    if all(str(getattr(listed, "__module__", "torch")).split(".")[0] == "torch" for listed in classes):
+        return []
+    archive = TorchArchive(OpenFiles(verify=False).open(path))
+    with suppress(CheckpointError):  # of leaves that are made of elements, which are not read
+        leaves = flatten(archive.read("meta"))[0]
+        return [*archive.foreign, *(leaf.name for leaf in leaves if isinstance(leaf, StoredObject))]
+    return archive.foreign
 
 
 def _culprit(tree: Any) -> str:

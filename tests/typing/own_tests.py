@@ -11,7 +11,7 @@ from statetree import testing
 
 
 def assertions(a: object, b: object) -> None:
-    testing.assert_trees_equal(a, b, ties=True, strides=True, device=False, storages=True)
+    testing.assert_trees_equal(a, b, ties=True, storages=True)
     testing.assert_independent(a, b, containers=True)
     assert_type(testing.assert_pure(st.paths, a), list[st.Path])
     assert_type(testing.assert_structure_preserved(st.offload, a), Any)
