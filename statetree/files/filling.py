@@ -14,7 +14,7 @@ from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import once, overlaps_itself, shared_elements
-from statetree.torch_internals import is_functional, is_zero_tensor, quietly
+from statetree.torch_internals import is_zero_tensor, quietly
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
@@ -135,8 +135,6 @@ def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
         refuse_leaf(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
     if is_zero_tensor(tensor):
         refuse_leaf(verb, path, "torch's zero tensor, which has no memory", "Replace it by torch.zeros")
-    if is_functional(tensor):
-        refuse_leaf(verb, path, "a tensor of torch.func.functionalize", "Call the verb outside of the function")
     if not holds_memory(tensor):
         held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
         refuse_leaf(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")

@@ -86,10 +86,10 @@ def holds_memory(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor's storage reaches as far as its elements."""
     if tensor.is_meta:
         return True
-    itemsize = tensor.dtype.itemsize
-    reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
     if is_functional(tensor):
         return False
+    itemsize = tensor.dtype.itemsize
+    reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
     return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
 
 

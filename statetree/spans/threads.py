@@ -13,7 +13,7 @@ from ctypes import memmove
 from functools import partial
 from operator import call
 from sys import is_finalizing
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,8 +23,6 @@ from statetree.torch_internals import copy_all, is_zero_tensor, quietly, uninter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_Item = TypeVar("_Item")
 
 #: torch divides no operation on so many elements (``GRAIN_SIZE``).
 SERIAL_ELEMENTS: Final = 32_768
@@ -123,7 +121,7 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     if torch.get_num_threads() == 1 or not targets:  # torch divides nothing
         copy_all(targets, sources)
         return
-    undivided, into, of = list[tuple[torch.Tensor, torch.Tensor]](), list(targets), list(sources)
+    into, of, undivided_into, undivided_of = list(targets), list(sources), list[torch.Tensor](), list[torch.Tensor]()
     moves: list[tuple[int, int, int]] = []
     if max(nbytes) > SERIAL_ELEMENTS:
         into, of, moved = [], [], []
@@ -139,18 +137,19 @@ def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
                 for pieces, tensor in zip((into, of), (target, source), strict=True):
                     pieces += tensor.as_strided((tensor.numel(),), (1,)).split(SERIAL_ELEMENTS)
             else:
-                undivided.append((target, source))
+                undivided_into.append(target)
+                undivided_of.append(source)
         increment_version(moved)  # as torch does where it writes, for the checks of autograd
     count = num_threads(sum(nbytes))
     turns = _TURNS * count if count > 1 else 1
-    jobs = [_moving(some) for some in _divided(moves, turns)]
-    jobs += [_copying(some) for some in _divided(list(zip(into, of, strict=True)), turns)]
-    call_together(jobs, count, [_copying(undivided)] if undivided else [])
+    jobs = [_moving(moves[some]) for some in _divided(len(moves), turns)]
+    jobs += [_copying(into[some], of[some]) for some in _divided(len(into), turns)]
+    call_together(jobs, count, [_copying(undivided_into, undivided_of)] if undivided_into else [])
 
 
-def _divided(items: list[_Item], turns: int) -> list[list[_Item]]:
-    step = max(1, -(-len(items) // turns))
-    return [items[at : at + step] for at in range(0, len(items), step)]
+def _divided(count: int, turns: int) -> list[slice]:
+    step = max(1, -(-count // turns))
+    return [slice(at, at + step) for at in range(0, count, step)]
 
 
 def _are_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -164,8 +163,7 @@ def _moving(moves: list[tuple[int, int, int]]) -> Callable[[], Any]:
     return partial(deque, map(memmove, *zip(*moves, strict=True)), 0)
 
 
-def _copying(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], Any]:
-    targets, sources = map(list, zip(*pairs, strict=True))
+def _copying(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], Any]:
     return partial(torch._foreach_copy_, targets, sources)
 
 
