@@ -404,8 +404,8 @@ def spoil_a_gathered_tree():
 
 
 def bytes_that_change_layout(replicas):
-    """How many bytes each rank sends, next to the floor of one replica."""
-    part = measure_here(partial(sharded, 4, 8, 8, replicas=replicas), gather, 1.0, TWICE)
+    """How many bytes each rank sends, next to the floor of one replica: also of a call that is known again."""
+    part = measure_here(partial(sharded, 20, 8, 8, replicas=replicas), gather, 1.0, TWICE)
     return part.timings[0].sent[0]
 
 
@@ -426,7 +426,7 @@ class TestRanks:
         run_ranks(2, spoil_a_gathered_tree)
 
     def test_bytes_are_counted_for_each_rank(self):
-        assert run_ranks(2, bytes_that_change_layout, 1) == [4 * 8 * 8 * 4 // 2] * 2
+        assert run_ranks(2, bytes_that_change_layout, 1) == [20 * 8 * 8 * 4 // 2] * 2
 
 
 class TestPlots:
