@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.declare import cached_property
-from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
+from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, is_functional, storage_key_of, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,9 +160,15 @@ class Columns:
         if known is not None and known.storage_bytes == self.storage_bytes:
             return True
         whole = all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
+        whole = whole and not self.have_no_address
         if whole and known is not None:
             known.storage_bytes = self.storage_bytes
         return whole
+
+    @property
+    def have_no_address(self) -> bool:
+        """Whether some are wrappers of ``torch.func.functionalize``, whose storage says nothing of that."""
+        return 0 in self.pointers and any(map(is_functional, self.tensors))
 
     @cached_property
     def disjoint(self) -> bool:

@@ -101,15 +101,15 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
-    if 0 in columns.pointers and any(map(is_functional, columns.tensors)):
+    if columns.whole:
+        return
+    if columns.have_no_address:
         path = where(next(index for index, tensor in enumerate(columns.tensors) if is_functional(tensor)))
         msg = (
             f"{verb}: the leaf at {path or '<root>'} is a tensor of torch.func.functionalize: expected one with memory "
             f"of its own. Call {verb} outside of the function."
         )
         raise UnsupportedLeaf(msg, path)
-    if columns.whole:
-        return
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
         if not need:
             continue
