@@ -96,16 +96,6 @@ def variant_of(contender: str) -> str:
     return contender.removeprefix(f"{OURS}, ")
 
 
-def at_most(microseconds: float) -> Aim:
-    """Aim at so many microseconds a leaf. They depend on the machine, unlike ratios."""
-    return Aim(
-        f"≤ {microseconds:g} µs a leaf",
-        lambda result: result.ours / result.num_leaves * 1e6,
-        lambda value: value <= microseconds,
-        OURS,
-    )
-
-
 def memory_per_leaf(most: int) -> Aim:
     """Aim at taking at most so many bytes of memory a leaf."""
     return Aim(

@@ -18,7 +18,7 @@ import statetree as st
 from benchmarks.measure import Contender, floor, ours, peer, variant
 from benchmarks.ranks import RankRow
 from benchmarks.rows import Aim, Result, Row, faster, within
-from benchmarks.states import State, size
+from benchmarks.states import Kept, State, size
 
 LAYERS, WIDTH, HIDDEN = 8, 1024, 2816
 TO_ENGINE = st.Conversion(
@@ -84,13 +84,6 @@ def _part(whole: torch.Tensor, dim: int) -> torch.Tensor:
     return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
-class Files(State):
-    """Two checkpoints in a folder. They stay as they are."""
-
-    def change(self) -> None:
-        """Change nothing."""
-
-
 def two_files(scale: float) -> State:
     """Return two checkpoints in files, of the size of one."""
     here = Path(mkdtemp())
@@ -99,7 +92,7 @@ def two_files(scale: float) -> State:
     tree = {f"layers.{index}": torch.arange(index, index + (1 << 20), dtype=torch.float32) for index in range(count)}
     for number in (1, 2):
         st.save({key: leaf * number for key, leaf in tree.items()}, here / f"{number}.safetensors")
-    return Files(f"{count} x {size(4 << 20)} tensors", {**tree, "folder": str(here)})
+    return Kept(f"{count} x {size(4 << 20)} tensors", {**tree, "folder": str(here)})
 
 
 def average(state: State) -> list[Contender]:

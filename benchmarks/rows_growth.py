@@ -113,7 +113,7 @@ def _bare_copy(state: State, target: torch.Tensor) -> Work:
 
 
 _tenth = "1/10 of them"
-_aims = (within(12, _tenth), memory_within(12, _tenth), memory_per_leaf(1024))
+_aims = (within(16, _tenth), memory_within(12, _tenth), memory_per_leaf(1024))
 
 ROWS = (
     *(

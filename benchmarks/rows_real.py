@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import warnings
-import weakref
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import statetree as st
 import statetree.dcp
-from benchmarks.checks import holds_values_of, is_copy_of
+from benchmarks.checks import is_copy_of
 from benchmarks.measure import Contender, ours, peer
 from benchmarks.peers import gather_state_dict
 from benchmarks.ranks import RankRow
-from benchmarks.rows import Row, faster, within
+from benchmarks.rows import Row, faster
 from benchmarks.rows_copy import copy_into
 from benchmarks.rows_stage import again, for_the_first_time, with_fresh_heap
-from benchmarks.states import MB, State, few_large, zeros_like
+from benchmarks.states import MB, State
 
 #: The shape of the transformer: as that of Llama, and narrow enough for a small machine.
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 20, 512, 1376, 8_000
@@ -104,65 +98,6 @@ def offload(state: State) -> list[Contender]:
     ]
 
 
-def save(state: State) -> list[Contender]:
-    """Save a state to files."""
-    here = _folder(save)
-
-    def saved(path: Path) -> bool:
-        loaded = zeros_like(state)
-        _load_by_torch(loaded, path)
-        return is_copy_of(state)(loaded.tree)
-
-    return [
-        ours(lambda: _save_by_statetree(state, here), saved),
-        peer("torch's dcp.save", lambda: _save_by_torch(state, here), saved),
-    ]
-
-
-def load(state: State) -> list[Contender]:
-    """Load a state that was saved just before, from the system's cache. statetree also compares checksums."""
-    here, target, their_target = _folder(load), zeros_like(state), zeros_like(state)
-    fresh = partial(_save_by_torch, state, here)
-    return [
-        ours(lambda path: _load_by_statetree(target, path), holds_values_of(state, target=target), fresh=fresh),
-        peer(
-            "torch's dcp.load",
-            lambda path: _load_by_torch(their_target, path),
-            holds_values_of(state, target=their_target),
-            fresh=fresh,
-        ),
-    ]
-
-
-def _folder(owner: object) -> Path:
-    """Return a folder that is removed at the end of the process that measures this group."""
-    here = Path(mkdtemp())
-    weakref.finalize(owner, shutil.rmtree, here, ignore_errors=True)
-    return here / "saved"
-
-
-def _save_by_statetree(state: State, path: Path) -> Path:
-    st.save(state.tree, path)
-    return path
-
-
-def _save_by_torch(state: State, path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        torch_dcp.save(state.tree, checkpoint_id=path, no_dist=True)
-    return path
-
-
-def _load_by_statetree(target: State, path: Path) -> None:
-    st.load(path, target.tree, in_place=True)
-
-
-def _load_by_torch(target: State, path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_dcp.load(target.tree, checkpoint_id=path, no_dist=True)
-
-
 @dataclass(frozen=True)
 class Split(State):
     """A state whose tensors are split over the ranks along their first dim, if they have one.
@@ -215,7 +150,4 @@ ROWS = (
       for state in (llama, lora, experts)),
     *(Row("real", "copy_into", state, copy_into, (faster("_copy_state_dict", 1),)) for state in (llama, lora, experts)),
     RankRow("real", "gather to one", split_llama, gather, (faster("_gather_state_dict", 1),), rounds=3),
-    *(Row("real", "dcp.save", state, save, (within(1.1, "torch's dcp.save"),), rounds=3) for state in (llama, experts)),
-    *(Row("real", "dcp.load", state, load, (within(1.1, "torch's dcp.load"),), rounds=3)
-      for state in (llama, experts, few_large)),
 )  # fmt: skip

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from benchmarks.measure import Budget
 
-#: How many shapes the leaves have; some divide evenly among the ranks, some do not.
-SHAPES: Final = 10
 COLUMNS: Final = 8
 #: Not fewer ranks than this are made of more.
 FEWEST: Final = 64
@@ -47,22 +45,25 @@ ROWS_OF_RANK: Final = 4
 
 
 class Scale(NamedTuple):
-    """What a rank takes itself for: which of how many ranks, with how many leaves."""
+    """What a rank takes itself for: which of how many ranks, with how many leaves of how many shapes."""
 
     rank: int
     ranks: int
     leaves: int
+    shapes: int = 10  # some divide evenly among the ranks, some do not
 
     def scaled(self, scale: float) -> Scale:
         """Return a smaller one."""
         ranks = self.ranks if self.ranks < FEWEST else max(round(self.ranks * scale), FEWEST) // 2 * 2
         return self._replace(ranks=ranks, leaves=max(round(self.leaves * scale), 1))
 
-    def sharded(self, *, replicas: int = 1) -> dict[str, DTensor]:
-        """Return leaves of which this rank holds its shard."""
+    def sharded(self, *, replicas: int = 1, times: int = 1) -> dict[str, DTensor]:
+        """Return leaves of which this rank holds its shard, so many times as long as they are otherwise."""
         shards = self.ranks // replicas
         mesh = DeviceMesh("cpu", torch.arange(self.ranks).view(replicas, shards), _init_backend=False)
-        shapes = [(self.ranks * ROWS_OF_RANK + number % SHAPES, COLUMNS) for number in range(self.leaves)]
+        shapes = [
+            (times * (self.ranks * ROWS_OF_RANK + number % self.shapes), COLUMNS) for number in range(self.leaves)
+        ]
         return {f"layers.{n}": self._shard(shape, mesh, [Replicate(), Shard(0)]) for n, shape in enumerate(shapes)}
 
     def _shard(self, shape: tuple[int, int], mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -105,6 +106,15 @@ def reshard_to_hybrid(scale: Scale) -> Callable[[], Any]:
     """Reshard from all ranks to two replicas over half of them each."""
     tree, like = scale.sharded(), scale.sharded(replicas=2)
     return lambda: st.reshard(tree, like)
+
+
+def reshard_fused(scale: Scale) -> Callable[[], Any]:
+    """Reshard pairs of leaves, one after the other in one leaf, to two replicas over half of the ranks each."""
+    pairs = scale._replace(leaves=max(scale.leaves // 2, 1))
+    tree = {f"{key}.{part}": leaf for part in "qk" for key, leaf in pairs.sharded().items()}
+    fused = st.Conversion([(["layers.{n}.q", "layers.{n}.k"], "layers.{n}.qk", "a m, b m -> (a + b) m")])
+    like = {f"{key}.qk": leaf for key, leaf in pairs.sharded(replicas=2, times=2).items()}
+    return lambda: st.reshard(fused(tree), like)
 
 
 def partition_hybrid(scale: Scale) -> Callable[[], Any]:
@@ -182,7 +192,7 @@ class ScaleRow(Row):
                 timing.samples.append(seconds)
                 timing.peaks.extend([] if nbytes is None else [nbytes])
                 cores = max(cores, others)
-        title = f"{self.work}, {at.ranks:,} ranks, {at.leaves:,} leaves of {min(SHAPES, at.leaves)} shapes"
+        title = f"{self.work}, {at.ranks:,} ranks, {at.leaves:,} leaves of {min(at.shapes, at.leaves)} shapes"
         return Result(self, title, at.leaves, 0, timings, cores)
 
 
@@ -225,10 +235,12 @@ _RECEIVED: Final = 1000 * 1024 * ROWS_OF_RANK * COLUMNS * 4
 ROWS = (
     _row("gather(dst=0), the receiver", gather_to_one, Scale(0, 1024, 1000), takes_at_most(0.3),
          needs_at_most(_RECEIVED + 2 * BUCKET_BYTES + 100 * MB, "the result, two buckets and 100 MB")),
+    _row("gather(dst=0), the receiver", gather_to_one, Scale(0, 1024, 1000, 1000), takes_at_most(1)),
     _row("gather(dst=0), a sender", gather_to_one, Scale(5, 16_384, 10_000), takes_at_most(0.5),
          needs_at_most(100 * MB, "≤ 100 MB")),
-    _row("reshard, FSDP to HSDP", reshard_to_hybrid, Scale(5, 16_384, 1000), takes_at_most(1)),
-    _row("partition_replicas, HSDP", partition_hybrid, Scale(5, 16_384, 1000), takes_at_most(2)),
+    _row("reshard, FSDP to HSDP", reshard_to_hybrid, Scale(5, 16_384, 1000), takes_at_most(0.5)),
+    _row("reshard through a conversion, FSDP to HSDP", reshard_fused, Scale(5, 16_384, 1000), takes_at_most(1)),
+    _row("partition_replicas, HSDP", partition_hybrid, Scale(5, 16_384, 1000), takes_at_most(0.5)),
     _row("gather a leaf of 2 GB to all", gather_one_leaf, Scale(5, 8192, 1), takes_at_most(1),
          grows_at_most(2.2), also=Scale(5, 4096, 1), floor=fill_one_leaf),
     _row("gather(dst=0), two ranks", gather_to_one, Scale(0, 2, 1_000_000),

@@ -1,6 +1,6 @@
 """The recorded benchmarks as tables, and the machine that they were measured on.
 
-``{benchmark-results}`` shows the times, ``{benchmark-profiles}`` what they consist of.
+``{benchmark-aims}`` shows the targets, ``{benchmark-results}`` all times, ``{benchmark-profiles}`` what they consist of.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 #: What `python -m benchmarks.profiles` writes.
 PROFILES = RESULTS.with_name("profiles.json")
+#: The groups of rows that people wait for.
+WAITED_FOR = (
+    *("files", "saves", "frozen", "first", "offload", "stage", "busy", "real", "gather", "distribute", "broadcast"),
+    *("convert", "combine", "similarity", "delta", "digest", "import"),
+)
 _HEAD = ("", "median, ms", "µs/leaf", "GB/s", "times ours")
 
 
@@ -37,6 +42,36 @@ class BenchmarkResults(SphinxDirective):
             made.append(_table(row["title"], [_HEAD, *cells]))
             made += [nodes.paragraph(text=aim_text(aim)) for aim in row["aims"]]
         return made
+
+
+class BenchmarkAims(SphinxDirective):
+    """Puts two tables of what was aimed at where it stands: of what people wait for, and of the rest."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the results, and make the tables."""
+        self.env.note_dependency(str(RESULTS))
+        rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+        waited_for = [row for row in rows if row["group"] in WAITED_FOR]
+        others = [row for row in rows if row["group"] not in WAITED_FOR]
+        return [
+            _table(title, [("", "ms", "target", "measured", "reached"), *aim_cells(some)])
+            for title, some in (("What people wait for", waited_for), ("The rest", others))
+        ]
+
+
+def aim_cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the cells of each target."""
+    return [
+        (
+            row["title"],
+            f"{row['contenders'][0]['median_s'] * 1e3:.2f}",
+            aim["text"],
+            "-" if aim["value"] is None else f"{aim['value']:.2f}",
+            "yes" if aim["reached"] else "no",
+        )
+        for row in rows
+        for aim in row["aims"]
+    ]
 
 
 class BenchmarkProfiles(SphinxDirective):
@@ -107,6 +142,7 @@ def _row(cells: Sequence[str]) -> nodes.row:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive."""
+    app.add_directive("benchmark-aims", BenchmarkAims)
     app.add_directive("benchmark-results", BenchmarkResults)
     app.add_directive("benchmark-profiles", BenchmarkProfiles)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
