@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 
 def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none.
-
-    Raises:
-        CheckpointError: If the group was destroyed.
-        RankMismatch: If this process is not in the group.
-    """
+    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none."""
     group = dist.group.WORLD if given is None and has_process_group() else given
     check_alive(verb, group)
     ranks_of(verb, group)

@@ -152,11 +152,7 @@ def rebuilt_classes() -> dict[str, type]:
 
 
 def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any]:
-    """Return how a container is made: its kind, its keys, and its auxiliary data.
-
-    Raises:
-        UnknownContainer: If that takes a template.
-    """
+    """Return how a container is made: kind, keys, and auxiliary data; raise ``UnknownContainer`` if not at all."""
     name = saved.name
     if name not in known:
         raise UnknownContainer(f"a {name}")
@@ -181,8 +177,7 @@ def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Containe
 def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> Attributes | None:
     """Return the attributes of a dataclass, a namedtuple, or a subclass of a builtin container.
 
-    Raises:
-        ValueError: If they are none that the class can have: it may have changed since, and the text may say anything.
+    They must be some that the class can have: it may have changed since, and the text may say anything.
     """
     if not isinstance(kind, InstanceContainer):
         raise TypeError("no container with attributes")
@@ -217,11 +212,7 @@ def _as_texts(keys: Sequence[str]) -> list[str]:
 
 
 def read_structure(text: Any) -> Structure:
-    """Return the structure that a text describes.
-
-    Raises:
-        CheckpointError: If it is none that ``Structure.to_text`` returns, or one of a later version.
-    """
+    """Return the structure that a text describes; raise ``CheckpointError`` if it is none, or of a later version."""
     try:
         table = json.loads(text)
         if table["version"] != VERSION:
@@ -323,11 +314,7 @@ def _read_attributes(rows: Any) -> Attributes | None:
 
 
 def _written_value(value: Any) -> Any:
-    """Return plain data as JSON data. Every value but a text is a list that begins with its sort.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Return plain data, and nothing else, as JSON data. Every value but a text is a list that begins with its sort."""
     cls = type(value)
     if cls is str:
         return value

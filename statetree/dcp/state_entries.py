@@ -130,12 +130,7 @@ PLAIN: Final = Content(VALUE_ENTRY, ())
 
 
 def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> Content:
-    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory.
-
-    Raises:
-        UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP
-            does not know.
-    """
+    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory."""
     if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
     leaf = materialized(leaf)

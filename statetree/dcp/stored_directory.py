@@ -68,23 +68,17 @@ FORMAT: Final = DirectoryFormat()
 
 
 class _Directory:
-    """A directory that is being read.
-
-    Attributes:
-        data: Its data files.
-        foreign: Names of what was not loaded.
-        unknown: Where there are containers of unknown classes.
-        is_nested: Whether statetree saved it, with a structure.
-    """
+    """A directory that is being read."""
 
     def __init__(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> None:
         self.data = DataFiles(path, files, verify=files.verify is not False)
-        self.foreign: dict[str, None] = {}
-        self.unknown: list[Difference] = []
+        self.foreign: dict[str, None] = {}  # names of what was not loaded
+        self.unknown: list[Difference] = []  # where there are containers of unknown classes
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
         self._entries = self.data.described.entries
+        # Whether statetree saved it, with a structure.
         self.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
         files.open(path / METADATA)  # one of the checkpoint's files
 

@@ -31,19 +31,12 @@ _RANGE_REMEDY: Final = "Other tensors may be filled. Convert to a dtype of a lar
 
 
 class Target(NamedTuple):
-    """A plain tensor to fill, which may be of another dtype than what is stored.
+    """A plain tensor to fill, which may be of another dtype than what is stored."""
 
-    Attributes:
-        path: Where its leaf lies.
-        stored: What it is filled from.
-        box: Which elements of that.
-        tensor: The tensor, of the shape of the box.
-    """
-
-    path: Path
-    stored: StoredTensor
-    box: Box
-    tensor: torch.Tensor
+    path: Path  # where its leaf lies
+    stored: StoredTensor  # what it is filled from
+    box: Box  # which elements of that
+    tensor: torch.Tensor  # of the shape of the box
 
     def read(self, verb: str, tensor: torch.Tensor) -> None:
         """Read the elements into a tensor."""

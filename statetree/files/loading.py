@@ -137,18 +137,14 @@ def load(
 
 
 class LoadOptions(NamedTuple):
-    """How a checkpoint is loaded: as ``load`` has it, and ``partly``.
-
-    Attributes:
-        partly: Whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones.
-    """
+    """How a checkpoint is loaded: as ``load`` has it, and ``partly``."""
 
     in_place: bool = False
     cast: bool = False
     strict: bool = True
     verify: bool = True
     weights_only: bool = True
-    partly: bool = False
+    partly: bool = False  # whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones
     where: Where | None = None
     through: Callable[[Any], Any] | None = None
 
