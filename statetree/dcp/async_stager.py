@@ -57,7 +57,12 @@ class AsyncStager(Stager):
             pin_memory=pin_memory, share_memory=share_memory, max_snapshots=max_snapshots, frozen=frozen, check=check
         )
         self.asynchronous = asynchronous
-        self.should_synchronize_after_execute = not asynchronous  # DCP asks for it
+        self._synchronize_after_execute = not asynchronous
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``async_save`` is to wait for the staging before it returns."""
+        return self._synchronize_after_execute
 
     def stage(self, state_dict: Any) -> Any:  # a future, if it is asynchronous
         """Stage a tree: return it staged, or a future of that (see ``asynchronous``)."""

@@ -30,7 +30,6 @@ from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA, StoredEntry
-from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
     PARTS_ENTRY,
@@ -46,6 +45,7 @@ from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown,
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.publishing import sync
+from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
 
 if TYPE_CHECKING:

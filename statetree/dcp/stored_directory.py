@@ -10,13 +10,13 @@ import torch
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.groups import is_first
 from statetree.dcp.metadata import METADATA
-from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import read_structure
 from statetree.dcp.saving import write
 from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
 from statetree.errors import Difference
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
+from statetree.files.torch_format import gist, read_value
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
 
@@ -57,7 +57,7 @@ class DirectoryFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002 - the name
         """Write a checkpoint, with the other ranks of the options' group."""
-        write(lambda: whole_tensors(tree, keeps_strides=False, on_ranks=True), folder, options.group)
+        write(lambda: whole_tensors(tree, by_all_ranks=True), folder, options.group)
         if not is_first(options.group):  # which renames the folder as soon as it has written
             return []
         names = sorted(file.name for file in folder.iterdir() if file.name != METADATA)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.crc32 import crc32
-from statetree.files.untrusted import inside, refuse
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,10 +83,6 @@ class OpenFiles:
     def open(self, path: Path) -> FileRange:
         """Return a whole file. Raises ``CheckpointError`` if it is no file that can be read."""
         return FileRange(self, path, 0, self.identity(path).nbytes)
-
-    def listed(self, directory: Path, name: object, listed_in: Path) -> FileRange:
-        """Return the file that a name out of an untrusted file stands for: see ``inside``."""
-        return self.open(inside(directory, name, listed_in, follow_links=self.follow_links))
 
     @property
     def paths(self) -> Sequence[Path]:
