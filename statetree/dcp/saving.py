@@ -6,7 +6,6 @@ Each rank describes its pieces to the first one, which says who writes which, an
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import uuid
 from functools import partial
@@ -14,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,7 +28,6 @@ from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
-from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA, StoredEntry
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from statetree.chunks.local import LocalChunks
     from statetree.tree.spec import TreeSpec
 
+_StorageInfo: Final[Any] = filesystem._StorageInfo  # noqa: SLF001 - tried with torch 2.11.0 and 2.13.0
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
 _COMING_BACK: Final = frozenset(
     {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
@@ -246,17 +246,16 @@ class StateSave:
         if not written:
             return
         files = {name: file for found in written for name, file in found.items()}
-        places = {
-            MetadataIndex(piece.key, None if piece.start is None else torch.Size(piece.start)): storage_info(
-                name, piece.offset, piece.length
-            )
-            for name, file in files.items()
-            for piece in file.pieces
-        }
+        places = {}
+        for name, file in files.items():
+            for piece in file.pieces:
+                start = None if piece.start is None else torch.Size(piece.start)
+                places[MetadataIndex(piece.key, start)] = _StorageInfo(name, piece.offset, piece.length)
         about = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
         entries = {key: _for_dcp(entry) for key, entry in self._entries.items()}
         metadata = Metadata(entries, self._dcp_paths, places, about)
-        stamp_version(metadata)
+        if hasattr(metadata, "version"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
         data = pickle.dumps(metadata)
         options = self._options
         rows = {key: _for_manifest(entry) for key, entry in self._entries.items()}
@@ -330,8 +329,6 @@ def _refuse_disagreement(key: str) -> NoReturn:
 
 def _write_whole(path: pathlib.Path, data: bytes) -> None:
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_bytes(data)
+    sync(partial)
     partial.replace(path)

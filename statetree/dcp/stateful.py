@@ -72,15 +72,12 @@ def _fitted(state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
     known, whole = {path[:count] for path in paths for count in range(len(path) + 1)}, set(paths)
-    if own.keys() >= whole or not all(path in known or whole & set(_above(path)) for path in own):
+    if own.keys() >= whole or not all(
+        path in known or any(path[:count] in whole for count in range(len(path))) for path in own
+    ):
         return state
-    return unflatten(
-        outline, [own[path] if path in own else _room(leaf) for path, leaf in zip(paths, saved, strict=True)]
-    )
-
-
-def _above(path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    return [path[:count] for count in range(len(path))]
+    pairs = zip(paths, saved, strict=True)
+    return unflatten(outline, [own[path] if path in own else _room(leaf) for path, leaf in pairs])
 
 
 def _room(leaf: Any) -> Any:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 class DerivedTensor(StoredTensor):
     """A tensor whose elements are made of those of stored tensors when they are read.
 
-    Args:
-        outline: The tensor that it stands for, on ``meta``.
-        sources: The stored tensors.
-        fill: Fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
+    ``fill`` fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
     """
 
     def __init__(

@@ -72,13 +72,9 @@ def matched_entries(
 ) -> dict[int, Any]:
     """Return what a checkpoint has of the leaves of a tree, by their indices.
 
-    Args:
-        stored: The tree that the checkpoint holds, and whether it says how it was nested.
-        like: The structure of the other tree, lists and tuples of plain values being leaves.
-        leaves: Its leaves.
-        chosen: Which of these are loaded; ``None`` for all, and then the checkpoint may have no others.
-        strict: Whether it must have all of them. Otherwise what one side lacks is left alone.
-        partly: Whether mappings of the tree may leave out keys of the checkpoint, but for empty ones.
+    ``stored`` is the checkpoint's tree, and whether that says how it was nested; in ``like``, lists and tuples of plain
+    values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no others; ``partly`` lets
+    mappings that are not empty leave out keys of it.
     """
     values, spec = flatten_for("load", stored[0], is_leaf=is_entry)
     theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)

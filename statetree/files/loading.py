@@ -237,9 +237,9 @@ class _Filled:
         values = {i: found for i, found in values.items() if not isinstance(found, StoredParts)}
         refuse_all(
             [
-                Difference(self._paths[index], "leaf type", "a plain value", _described(lowered.leaves[index]))
-                for index in values
-                if not (is_value(lowered.leaves[index]) or is_entry(lowered.leaves[index]))
+                Difference(self._paths[i], "leaf type", "a plain value", _described(leaf))
+                for i, leaf in enumerate(lowered.leaves)
+                if i in values and not (is_value(leaf) or is_entry(leaf))
             ]
         )
         filled = [leaf if i in stored and i not in values else None for i, leaf in enumerate(lowered.leaves)]

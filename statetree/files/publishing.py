@@ -73,13 +73,8 @@ def write_whole(
 ) -> None:
     """Write a checkpoint to a folder beside it, and rename its files. What was there stays if writing fails.
 
-    Args:
-        path: Where it is written.
-        write: Writes files into a folder and returns their names, the one that speaks of the others last.
-        is_directory: Whether the folder itself is the checkpoint.
-        overwrite: Whether what is there is replaced.
-        protected: Files and directories of which none is replaced.
-        by_several: Whether other processes may write the same checkpoint now, which is then published once.
+    ``write`` writes files into a folder and returns their names, the one that speaks of the others last. If other
+    processes may write the same checkpoint now (``by_several``), it is published once.
     """
     target = path.parent.resolve() / path.name
     _check_destination(target, is_directory=is_directory, overwrite=overwrite)

@@ -52,24 +52,17 @@ class _Handle(int):
 class OpenFiles:
     """The files of one checkpoint, of which the last few used are open. They are closed when nothing refers to them.
 
-    Args:
-        follow_links: Whether names that a checkpoint lists may be symbolic links to files outside its directory.
-        verify: Whether elements are compared with the checkpoint's checksums before they are read; ``None`` for plain
-            values alone.
-        weights_only: Whether plain values are of the classes that ``torch.load(weights_only=True)`` admits.
-
-    Attributes:
-        nbytes_read: How many bytes were read, for tests that count them. Mapped memory is not counted.
-        is_remote: Whether bytes have to be fetched, and no memory is mapped.
+    ``verify`` says whether elements are compared with the checkpoint's checksums before they are read; ``None`` for
+    plain values alone.
     """
 
-    is_remote = False
+    is_remote = False  # whether bytes have to be fetched, and no memory is mapped
 
     def __init__(self, *, follow_links: bool = False, verify: bool | None = None, weights_only: bool = True) -> None:
         self.follow_links = follow_links
         self.verify = verify
         self.weights_only = weights_only
-        self.nbytes_read = 0
+        self.nbytes_read = 0  # for tests that count them; mapped memory is not counted
         self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then

@@ -50,14 +50,12 @@ _REASON: Final = re.compile(
 class TorchArchive:
     """A file of ``torch.save``, or what DCP keeps of an entry in one.
 
-    Attributes:
-        members: Its members by name; the storages by key, of a file of torch before 1.6.
-        foreign: The classes and functions that its pickle names and that are not known, once it is read.
+    Its ``members`` are those of the archive by name; of a file of torch before 1.6, the storages by key.
     """
 
     def __init__(self, file: FileRange) -> None:
         self.file = file
-        self.foreign: list[str] = []
+        self.foreign: list[str] = []  # classes and functions that its pickle names and that are not known, once read
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._stored: dict[int, StoredTensor] = {}
