@@ -71,10 +71,6 @@ class SavedContainer(NamedTuple):
         return self.name.startswith(_LEAF)
 
 
-class UnknownContainer(Exception):
-    """A container that takes a template. The message says what it is."""
-
-
 class Structure(NamedTuple):
     """The containers of a checkpoint, children before parents, and its entries, one for each leaf."""
 
@@ -105,10 +101,9 @@ class Structure(NamedTuple):
         while pending:
             path, index = pending.pop()
             container = self.containers[index]
-            try:
-                _made_of(container, known)
-            except UnknownContainer as unknown:
-                yield path, container, str(unknown)
+            how = _made_of(container, known)
+            if isinstance(how, str):
+                yield path, container, how
             below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
             pending += [(Path((*path, shown_key(key))), child) for key, child in reversed(below)]
 
@@ -118,11 +113,11 @@ class Structure(NamedTuple):
         made: list[Any] = []
         for container in self.containers:
             children = [values[ref] if ref >= 0 else made[~ref] for ref in container.links]
-            try:
-                kind, keys, aux = _made_of(container, known)
-            except UnknownContainer:
+            how = _made_of(container, known)
+            if isinstance(how, str):
                 made.append(dict(zip(_as_texts(container.keys), children, strict=True)))
                 continue
+            kind, keys, aux = how
             try:
                 made.append(kind.unflatten(aux, keys, children))
             except Exception as error:  # a function of the user's
@@ -151,17 +146,17 @@ def rebuilt_classes() -> dict[str, type]:
     return found | BUILTIN
 
 
-def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any]:
-    """Return how a container is made: kind, keys, and auxiliary data; raise ``UnknownContainer`` if not at all."""
+def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any] | str:
+    """Return how a container is made: kind, keys, auxiliary data. Or, in words, what it is, if it takes a template."""
     name = saved.name
     if name not in known:
-        raise UnknownContainer(f"a {name}")
+        return f"a {name}"
     if saved.data is False:
-        raise UnknownContainer(f"a {name} with attributes that are no plain data")
+        return f"a {name} with attributes that are no plain data"
     try:
         keys = (*map(key_of, saved.keys),)
     except UnknownKey as key:
-        raise UnknownContainer(f"a {name} with the key {key}") from None
+        return f"a {name} with the key {key}"
     try:
         kind: Any = container_of(known[name])
         if name in BUILTIN:
@@ -171,7 +166,7 @@ def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Containe
             return kind, keys, _read_value(aux)
         return kind, keys, (None, _read_instance(kind, keys, saved.data))
     except (TypeError, ValueError, KeyError) as error:
-        raise UnknownContainer(f"a {name} that is not the class of that name here ({error})") from None
+        return f"a {name} that is not the class of that name here ({error})"
 
 
 def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> Attributes | None:

@@ -286,7 +286,7 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
             if rank not in ranks:
                 continue
         shares[rank].append(index)
-        outline: Any = () if index.start is None else told[rank].tensors[key]
+        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
         if outlines.setdefault(key, outline) != outline:
             _refuse_disagreement(key)
         box = told[rank].pieces[index]
@@ -297,9 +297,7 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
         whole = whole_box(outlines[key][1])
         if sum(box.volume for box in found) != whole.volume or not is_covered(whole, found):
             _refuse_disagreement(key)
-    entries = {
-        key: StoredEntry(*outline, (*boxes[key],)) if outline else StoredEntry() for key, outline in outlines.items()
-    }
+    entries = {key: StoredEntry(*outline, boxes=tuple(boxes.get(key, ()))) for key, outline in outlines.items()}
     return shares, entries
 
 

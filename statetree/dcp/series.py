@@ -177,10 +177,9 @@ class Series:
             if keep.best is not None:
                 kept.update(*self._best(complete, keep.best))
             leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
-            told = [(checkpoint.step, bytes_in(self.path(checkpoint))) for checkpoint in leaving]
-            removed = list(map(self._without_name, leaving))
+            removed = [(each.step, bytes_in(self.path(each)), self._without_name(each)) for each in leaving]
         events = []
-        for (step, nbytes), path in zip(told, removed, strict=True):
+        for step, nbytes, path in removed:
             since = time.monotonic()
             shutil.rmtree(path, ignore_errors=True)
             events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))

@@ -260,14 +260,7 @@ def _culprit(tree: Any) -> str:
     leaves, spec = flatten(tree)
     tensors_last = sorted(zip(spec.paths(), leaves, strict=True), key=lambda pair: isinstance(pair[1], torch.Tensor))
     for path, leaf in tensors_last:
-        file = io.BytesIO()
-        try:
-            torch.save(leaf, file)
-            file.seek(0)
-            is_refused = bool(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        except Exception:  # noqa: BLE001 - whatever the value's own methods raise
-            is_refused = True
-        if is_refused:
+        if not is_loaded(leaf):
             return f"leaf at {path or '<root>'} ({type(leaf).__qualname__})"
     return "tree"
 
