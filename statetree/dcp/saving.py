@@ -297,7 +297,7 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
         whole = whole_box(outlines[key][1])
         if sum(box.volume for box in found) != whole.volume or not is_covered(whole, found):
             _refuse_disagreement(key)
-    entries = {key: StoredEntry(*outline, boxes=tuple(boxes.get(key, ()))) for key, outline in outlines.items()}
+    entries = {key: StoredEntry(dtype, shape, (*boxes.get(key, ()),)) for key, (dtype, shape) in outlines.items()}
     return shares, entries
 
 
