@@ -52,6 +52,7 @@ class _Entries:
         candidates = (
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
             *((*key[:known], *as_text[known:]) for known in range(len(key))),  # below containers that are known
+            *((*as_text[:unknown], *key[unknown:]) for unknown in range(1, len(key))),  # above them
             (f"s{name}",),
         )
         return next((self.place[found] for found in candidates if found in self.place), None)
