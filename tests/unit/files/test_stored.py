@@ -117,7 +117,7 @@ def test_a_users_function_gets_one_tensor_for_those_that_are_tied(tmp_path):
     for made in (
         st.map_leaves(lambda leaf: leaf, stored),
         st.map_with_path(lambda _, leaf: leaf, stored),
-        st.update(stored, "**", lambda leaf: leaf),
+        st.update(stored, ["a", "b.0"], lambda leaf: leaf) | {"c": stored["c"].read()},
         st.chain(lambda tree: tree)(stored),
     ):
         assert made["a"] is made["b"][0]
@@ -185,6 +185,18 @@ def test_a_predicate_is_asked_about_a_tensor_that_is_read_if_it_looks_at_element
     changed = st.update(stored, lambda _, leaf: leaf.any(), lambda leaf: -leaf)
     assert changed["one"].equal(-state["one"])
     assert changed["big"] is stored["big"]
+
+
+def test_update_takes_no_stored_tensors_apart_that_share_elements(tmp_path):
+    flat = torch.arange(6.0)
+    st.save({"a": flat[2:4], "b": flat}, tmp_path / "tied.pt")
+    stored = st.files.open(tmp_path / "tied.pt")
+    with pytest.raises(st.TreeMismatch, match=r"at a: .* elements that it shares with b"):
+        st.update(stored, "**", lambda leaf: leaf * 2)
+    same = st.update(stored, "**", lambda leaf: leaf)
+    same["b"].fill_(7)
+    assert same["a"].tolist() == [7, 7]
+    assert st.update(stored, "a", lambda leaf: leaf * 2)["a"].tolist() == [4, 6]
 
 
 def test_a_step_of_a_chain_gets_tensors(tmp_path):
