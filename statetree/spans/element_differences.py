@@ -42,26 +42,17 @@ EXACT: Final = Tolerance()
 
 
 class Unequal(NamedTuple):
-    """How the elements of two tensors differ.
+    """How the elements of two tensors differ."""
 
-    Attributes:
-        how_many: The number of elements that do.
-        first: The index of the first.
-        left: That element on the left, in words.
-        right: And on the right.
-        max_abs: The largest difference; infinity where one is NaN and the other is not; ``None`` without numbers.
-        max_rel: The largest one relative to the larger one of two elements.
-        num_nan: How many of them are NaN on one side alone.
-        size: ``max_abs`` relative to the root mean square of all finite elements: infinity where nothing is measured.
-    """
-
-    how_many: int
-    first: tuple[int, ...]
-    left: str
-    right: str
+    how_many: int  # the number of elements that do
+    first: tuple[int, ...]  # the index of the first
+    left: str  # that element on the left, in words
+    right: str  # and on the right
+    #: The largest difference; infinity where one is NaN and the other is not; None without numbers.
     max_abs: float | None
-    max_rel: float | None
-    num_nan: int = 0
+    max_rel: float | None  # the largest one relative to the larger one of two elements
+    num_nan: int = 0  # how many of them are NaN on one side alone
+    #: `max_abs` relative to the root mean square of all finite elements: infinity where nothing is measured.
     size: float = math.inf
 
 

@@ -33,19 +33,12 @@ class Span(NamedTuple):
 
 
 class SpanLayout(NamedTuple):
-    """How tensors lie in spans.
+    """How tensors lie in spans."""
 
-    Attributes:
-        spans: The spans that cover them.
-        span_of: For each tensor, the index of its span.
-        offsets: For each tensor, where it begins in its span, in elements.
-        dense: For each span, whether copying its first tensor copies every byte of it exactly once.
-    """
-
-    spans: list[Span]
-    span_of: list[int]
-    offsets: list[int]
-    dense: list[bool]
+    spans: list[Span]  # the spans that cover them
+    span_of: list[int]  # for each tensor, the index of its span
+    offsets: list[int]  # for each tensor, where it begins in its span, in elements
+    dense: list[bool]  # for each span, whether copying its first tensor copies every byte of it exactly once
 
 
 def extent_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:

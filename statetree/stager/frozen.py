@@ -65,16 +65,10 @@ class _KnownStorage(NamedTuple):
 
 
 class _Views(NamedTuple):
-    """Tensors on copies.
+    """Tensors on copies."""
 
-    Attributes:
-        known: The copies: these, and no others.
-        looks: What they were made for, by ``_LOOKS``.
-        templates: The tensors.
-    """
-
-    known: dict[int, _KnownStorage]
-    looks: list[Any]
+    known: dict[int, _KnownStorage]  # the copies: these, and no others
+    looks: list[Any]  # what they were made for, by `_LOOKS`
     templates: list[torch.Tensor]
 
 

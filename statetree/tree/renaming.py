@@ -44,17 +44,11 @@ class NewName(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Something of a tree that can be renamed.
+    """Something of a tree that can be renamed."""
 
-    Attributes:
-        ref: The index of a leaf, or ``~index`` of the node of an empty container.
-        keys: Its path.
-        nodes: The nodes of the containers from the root down to the one that it lies in.
-    """
-
-    ref: int
+    ref: int  # the index of a leaf, or `~index` of the node of an empty container
     keys: tuple[Any, ...]
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # the nodes of the containers from the root down to the one that it lies in
 
     @property
     def text(self) -> str:

@@ -25,17 +25,12 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """A tensor of one side of a rule.
+    """A tensor of one side of a rule."""
 
-    Attributes:
-        names: What it is called: under several names, the leaves are tied.
-        axes: Captures of the names that the other side has not: axes, each index of which is a leaf of its own.
-        dims: The axes of its dims; ``None`` without a pattern.
-    """
-
-    names: tuple[NamePattern, ...]
+    names: tuple[NamePattern, ...]  # what it is called: under several names, the leaves are tied
+    #: Captures of the names that the other side has not: axes, each index of which is a leaf of its own.
     axes: tuple[str, ...]
-    dims: Dims | None
+    dims: Dims | None  # the axes of its dims; None without a pattern
 
     def name(self, which: int, captures: Mapping[str, str | None], place: Sequence[int]) -> str:
         """Return the name of the leaf at a place along the axes."""
