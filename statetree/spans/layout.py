@@ -117,12 +117,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
 
 
 def lay_out(columns: Columns, reach: list[int]) -> SpanLayout:
-    """Cut the storages of tensors into spans.
-
-    Args:
-        columns: The tensors.
-        reach: Their ``extents``.
-    """
+    """Cut the storages of tensors, of which ``reach`` are the ``extents``, into spans."""
     count = len(columns.tensors)
     if columns.own_storages:
         starts = [offset * dtype.itemsize for offset, dtype in zip(columns.offsets, columns.dtypes, strict=True)]

@@ -154,14 +154,7 @@ class StateParts:
     """The parts of a tree, by their names, and its leaves that are taken whole.
 
     A leaf that is made of several tensors, or of which this rank holds several boxes, has several: ``w#0``, ``w#1``.
-
-    Attributes:
-        manifest: The tree, lowered.
-        leaves: Its leaves.
-        keys: Their names.
-        tensors: The parts.
-        parts_of: The names of the parts of each leaf that has some.
-        texts: What of each leaf must agree between trees. (Parts of a value may have other sizes.)
+    ``texts`` says of each leaf what must agree between trees. (Parts of a value may have other sizes.)
     """
 
     def __init__(self, verb: str, tree: Any, ranks: Ranks, *, complete: bool = False) -> None:
