@@ -231,7 +231,8 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
     keys = list(place.keys.values())
     items = [key for key in keys if type(key) is not Attr]
     # 0 and False, say, of which one would be lost; or 0 and "0", which paths do not tell apart.
-    alike = len(set(map(render_key, items))) < len(items) and not values.keys() <= _own_identities(spec, place)
+    before = spec.nodes[place.origin][1] if place.origin >= 0 else ()
+    alike = len(set(map(render_key, items))) < len(items) and not values.keys() <= set(map(key_identity, before))
     if len(set(items)) < len(items) or alike:
         shown = ", ".join(map(repr, items[:8]))
         msg = f"{verb}: two keys at {str(path) or '<root>'} are equal or read alike: expected others, got {shown}."
@@ -256,7 +257,3 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
         f"got {got}. Rename all of what is in it, or none."
     )
     raise TreeMismatch(msg)
-
-
-def _own_identities(spec: TreeSpec, place: _Place) -> set[Any]:
-    return set(map(key_identity, spec.nodes[place.origin][1])) if place.origin >= 0 else set()
