@@ -24,11 +24,7 @@ _RULE_KEYS: Final = {"left", "right", "pattern"}
 
 
 def read_rules(path: Path, *, inverse: bool) -> Conversion:
-    """Return the conversion that a TOML file describes: ``[[rules]]``, ``[sizes]``, ``ignore`` and ``strict``.
-
-    Raises:
-        CheckpointError: If it cannot be read, or describes none.
-    """
+    """Return the conversion that a TOML file describes: ``[[rules]]``, ``[sizes]``, ``ignore`` and ``strict``."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -24,17 +24,11 @@ _REMEDY = "Change the rules or the tree."
 
 
 class _Instance(NamedTuple):
-    """Leaves that a rule takes together: those of one layer, say.
-
-    Attributes:
-        rule: The rule.
-        captures: What its names have in common.
-        leaves: The leaves at each place, by which of the tied names they lie under.
-    """
+    """Leaves that a rule takes together: those of one layer, say."""
 
     rule: Rule
-    captures: Mapping[str, str | None]
-    leaves: dict[Place, dict[int, int]]
+    captures: Mapping[str, str | None]  # what its names have in common
+    leaves: dict[Place, dict[int, int]]  # the leaves at each place, by which of the tied names they lie under
 
 
 class Conversion:
