@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.local import listed_chunks
-from statetree.errors import UnsupportedLeaf
 from statetree.leaves.leaf_type import LeafType
 
 if TYPE_CHECKING:
@@ -15,32 +14,12 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-
+    from statetree.leaves.types.part import ListedPart
 
 #: What a value is made of: the parts that hold its elements (a list in the place of one of which this rank holds
 #: several chunks), what putting it together needs beside them, and a tree of what else it carries, which is copied
 #: with them and compared with nothing. A plain tuple, since there is one for every leaf.
 LeafContents = tuple["Sequence[Any]", Any, Any]
-
-
-class DistributedPart(NamedTuple):
-    """One of the parts of a value, of which each rank holds chunks."""
-
-    tensors: Sequence[torch.Tensor]  # the chunks that this rank holds
-    shape: tuple[int, ...]  # the global one
-    offsets: Sequence[tuple[int, ...]]  # where each of the chunks begins in it
-    is_listed: bool  # whether ``unpack`` returns the chunks as a list
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        if not self.tensors:
-            msg = (
-                "the dtype of the leaf at %PATH% is not known: expected an empty tensor in the list of chunks of a "
-                "rank that holds none. Correct its leaf type."
-            )
-            raise UnsupportedLeaf(msg)
-        return self.tensors[0].dtype
 
 
 class EngineLeafType(LeafType):
@@ -77,7 +56,7 @@ class EngineLeafType(LeafType):
         """Return the context of a value whose elements are of another dtype. Asked where ``elements_only`` holds."""
         return context
 
-    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[DistributedPart | None]:  # noqa: ARG002
+    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[ListedPart | None]:  # noqa: ARG002
         """Return what ``layout`` says of the parts of a value: ``None`` for whole ones, and those of no layout."""
         return [None] * len(parts)
 

@@ -11,6 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from statetree.chunks.local import chunks_at
+from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.leaves.engine_type import DistributedPart
 
 
 class LeafPart(ABC):
@@ -52,18 +52,38 @@ class LeafPart(ABC):
 
 
 class ListedPart(LeafPart):
-    """A part of which each rank knows its own boxes: what ``layout`` says of it, or all where others are not whole."""
+    """A part of which each rank knows its own boxes: what ``layout`` says of it, or all where others are not whole.
+
+    Its tensors begin at ``offsets`` in the global shape. In what ``unpack`` returns they are a list if ``is_listed``.
+    """
 
     __slots__ = ("is_listed", "offsets")
 
-    def __init__(self, part: DistributedPart) -> None:
-        super().__init__(part.tensors, part.dtype, part.shape)
-        self.offsets = part.offsets
-        self.is_listed = part.is_listed
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        offsets: Sequence[Sequence[int]],
+        *,
+        is_listed: bool = False,
+    ) -> None:
+        if not tensors:
+            msg = (
+                "the dtype of the leaf at %PATH% is not known: expected an empty tensor in the list of chunks of a "
+                "rank that holds none. Correct its leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+        super().__init__(tensors, tensors[0].dtype, shape)
+        self.offsets = offsets
+        self.is_listed = is_listed
 
     def local_chunks(self, ranks: Ranks) -> LocalChunks:
         """Return which boxes this rank holds."""
-        return chunks_at(self, self.shape, self.dtype, self.tensors, self.offsets)
+        return self.chunks_as(self)
+
+    def chunks_as(self, value: Any) -> LocalChunks:
+        """Return which boxes this rank holds, of a value that this part is all of."""
+        return chunks_at(value, self.shape, self.dtype, self.tensors, self.offsets)
 
 
 class WholePart(ListedPart):
