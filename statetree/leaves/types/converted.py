@@ -208,8 +208,7 @@ def _joined(products: Sequence[tuple[tuple[Interval, ...], ...]]) -> list[Box]:
         for row in rows:
             alike.setdefault((row[:dim], row[dim + 1 :]), []).extend(row[dim])
         rows = [(*before, _merged(own), *after) for (before, after), own in alike.items()]
-    corners = [chosen for row in rows for chosen in product(*row)]
-    return [Box(tuple([low for low, _ in chosen]), tuple([high for _, high in chosen])) for chosen in corners]
+    return [Box.between(chosen) for row in rows for chosen in product(*row)]
 
 
 def _merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:

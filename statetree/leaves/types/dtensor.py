@@ -21,7 +21,6 @@ from statetree.leaves.types.tensor import attributes_of, set_attributes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.engine_type import LeafContents
@@ -110,19 +109,17 @@ class DTensorType(EngineLeafType):
         if known is None:
             known = ranks.memo[key] = _described(spec, shape, dtype, ranks, on_meta=local.is_meta)
         # On ranks outside of the mesh torch gives a tensor without dims one element, which nobody asked for.
-        outside = not known.boxes and not shape
-        pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, known.boxes)
+        boxes = known.chunks.boxes
+        outside = not boxes and not shape
+        pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, boxes)
         if pieces is None:
-            held = tuple([box.sizes for box in known.boxes])
+            held = tuple([box.sizes for box in boxes])
             msg = (
                 f"the local tensor of the leaf at %PATH% does not fit its placements {value.placements}: expected the "
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        text, detail, layout, boxes, partials, _, mesh, _ = known
-        return LocalChunks(
-            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, partials, mesh
-        )
+        return known.chunks._replace(pieces=pieces, tie=location_of(local), device=local.device.type)
 
 
 def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:  # noqa: FBT001
@@ -138,13 +135,8 @@ def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, An
 class _Described(NamedTuple):
     """What all tensors of one shape, dtype, mesh and placements have in common."""
 
-    text: str
-    detail: str
-    layout: ChunkLayout
-    boxes: Sequence[Box]
-    partials: tuple[str, tuple[ChunkLayout, ...]] | None
+    chunks: LocalChunks  # without their pieces
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
-    mesh: MeshSplits
     kept: Any  # the mesh: so that its id is not handed out again
 
 
@@ -161,8 +153,9 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     if summed:
         reduction, rows = _partials(spec, dtype, mesh_shape, members, summed)
         partials = reduction, tuple([mesh_layout(shape, mesh_shape, row, splits) for row in rows])
-    splitting = MeshSplits(mesh_shape, listed, splits)
-    return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, partials, only, splitting, mesh)
+    detail, splitting = f"{digest}{spec.shard_order}", MeshSplits(mesh_shape, listed, splits)
+    chunks = LocalChunks(text, detail, shape, dtype, layout, boxes, [], None, "", partials, splitting)
+    return _Described(chunks, only, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
@@ -237,14 +230,14 @@ class MeshPart(LeafPart):
         cuts = list(enumerate(self.cuts))
         own = tuple([s._replace(dim=d) for s in splits for d, cut in cuts if cut is not None and cut.dim == s.dim])
         if own == splits and self.steps == self.shape:  # as a DTensor would be: it may be tied to one
-            known = _described(spec, self.shape, self.dtype, ranks, on_meta=tensor.is_meta)
-            text, detail, layout, splitting = known.text, known.detail, known.layout, known.mesh
+            known = _described(spec, self.shape, self.dtype, ranks, on_meta=tensor.is_meta).chunks
         else:
-            layout, splitting = self._layout(splits, mesh_layout(self.steps, mesh_shape, members, own)), None
+            layout = self._layout(splits, mesh_layout(self.steps, mesh_shape, members, own))
             on_meta = " on meta" if tensor.is_meta else ""
             text = f"a part{on_meta} {self.dtype} {self.shape} over a mesh {mesh_shape} cut by {own}"
-            detail = digest
-        boxes = layout.boxes_of(ranks.rank)
+            held = layout.boxes_of(ranks.rank)
+            known = LocalChunks(text, digest, self.shape, self.dtype, layout, held, [], None, "")
+        boxes = known.boxes
         pieces = local_pieces(tensor, boxes) if boxes else []
         if pieces is None:
             msg = (
@@ -253,10 +246,7 @@ class MeshPart(LeafPart):
                 "from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        location, device = location_of(tensor), tensor.device.type
-        return LocalChunks(
-            text, detail, self.shape, self.dtype, layout, boxes, pieces, location, device, None, splitting
-        )
+        return known._replace(pieces=pieces, tie=location_of(tensor), device=tensor.device.type)
 
     def _layout(self, splits: Sequence[Split], layout: ChunkLayout) -> ChunkLayout:
         """Return the layout of the part, from the one in the steps in which the ``DTensor`` is cut."""
