@@ -45,25 +45,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a rank is about to do, in so far as the others must be about to do the same.
+    """What a rank is about to do, in so far as the others must be about to do the same."""
 
-    Attributes:
-        options: The verb and its options.
-        entries: What it holds, in the order of the paths; ``None`` if it leaves that to others. By default all
-            ranks mean the same already, and only wait for each other.
-        details: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
-        nbytes: How many bytes it will send next.
-        device: The number of the type of device, among those of the group, that it would communicate from.
-        reads: Whether it looks at elements that it receives before it can tell whether it is ready.
-        remedy: What to do where the entries differ.
-    """
-
-    options: str
+    options: str  # the verb and its options
+    #: What it holds, in the order of the paths; ``None`` if it leaves that to others. By default all ranks mean the
+    #: same already, and only wait for each other.
     entries: Sequence[Entry] | None = (Entry("", ""),)
+    #: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
     details: Sequence[str] = ()
-    nbytes: int = 0
-    device: int = 0
-    reads: bool = False
+    nbytes: int = 0  # how many bytes it will send next
+    device: int = 0  # the number of the type of device, among those of the group, that it would communicate from
+    reads: bool = False  # whether it looks at elements that it receives before it can tell whether it is ready
+    #: What to do where the entries differ.
     remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
@@ -87,25 +80,15 @@ class Fingerprint:
 
 
 class Consensus(NamedTuple):
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        key: Digests of the options, the entries and the details.
-        details_agree: Whether the details are the same everywhere.
-        nbytes: The most that a rank announced.
-        absent: Whether some rank holds nothing, and leaves it to others.
-        device: The type of device that all ranks communicate from.
-        reads: Whether some rank looks at elements before it can tell whether it is ready.
-        number: The number of this call, by which ranks that keep it know it again: random, the same on every rank.
-    """
-
-    key: tuple[bytes, bytes, bytes]
-    details_agree: bool
-    nbytes: int
-    absent: bool
-    device: str
-    reads: bool
-    number: int
+    key: tuple[bytes, bytes, bytes]  # digests of the options, the entries and the details
+    details_agree: bool  # whether the details are the same everywhere
+    nbytes: int  # the most that a rank announced
+    absent: bool  # whether some rank holds nothing, and leaves it to others
+    device: str  # the type of device that all ranks communicate from
+    reads: bool  # whether some rank looks at elements before it can tell whether it is ready
+    number: int  # the number of this call, by which ranks that keep it know it again: random, the same on every rank
 
 
 def text_digest(texts: Sequence[str]) -> bytes:

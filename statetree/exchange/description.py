@@ -34,23 +34,15 @@ Elements = tuple["torch.dtype", tuple[int, ...]]
 
 
 class Description(NamedTuple):
-    """What one rank says of its tree.
+    """What one rank says of its tree."""
 
-    Attributes:
-        spec: The structure, down to the parts of leaves.
-        outline: Which of these belong to one leaf.
-        described: The indices of the leaves that each rank makes anew.
-        metadata: These leaves, without their elements.
-        exchanged: For every other leaf, which each rank has in its own layout, dtype and global shape.
-        depends_on_elements: Whether the tree can only be put together once its elements are there.
-    """
-
-    spec: TreeSpec
-    outline: Outline
-    described: list[int]
-    metadata: LeafMetadata
+    spec: TreeSpec  # the structure, down to the parts of leaves
+    outline: Outline  # which of these belong to one leaf
+    described: list[int]  # the indices of the leaves that each rank makes anew
+    metadata: LeafMetadata  # these leaves, without their elements
+    #: For every other leaf, which each rank has in its own layout, dtype and global shape.
     exchanged: Mapping[int, Elements]
-    depends_on_elements: bool
+    depends_on_elements: bool  # whether the tree can only be put together once its elements are there
 
     def paths(self) -> Sequence[Path]:
         """Return the paths of the described leaves."""
@@ -65,14 +57,10 @@ class Description(NamedTuple):
 
 
 class SourceTree(NamedTuple):
-    """A tree that one rank sends to all.
+    """A tree that one rank sends to all."""
 
-    Attributes:
-        manifest: The tree.
-        exchanged: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # the tree
+    #: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
     exchanged: Mapping[int, Elements]
 
 
@@ -144,23 +132,15 @@ def span_transfers(
 
 
 class Received(NamedTuple):
-    """What comes with a tree that another rank described: how its elements move.
+    """What comes with a tree that another rank described: how its elements move."""
 
-    Attributes:
-        own: The tree itself, on the rank that described it.
-        pending: What moves the elements of leaves that were described, unless they were needed to put them together.
-        layouts: Those of the leaves that this rank held already.
-        key: What the ranks agreed on.
-        device: The type of device that elements still move from.
-        reads: Whether some rank looks at elements before it writes them.
-    """
-
-    own: Manifest | None
+    own: Manifest | None  # the tree itself, on the rank that described it
+    #: What moves the elements of leaves that were described, unless they were needed to put them together.
     pending: Sequence[Transfer]
-    layouts: dict[int, ChunkLayout]
-    key: Any
-    device: str
-    reads: bool
+    layouts: dict[int, ChunkLayout]  # those of the leaves that this rank held already
+    key: Any  # what the ranks agreed on
+    device: str  # the type of device that elements still move from
+    reads: bool  # whether some rank looks at elements before it writes them
 
 
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:

@@ -133,19 +133,12 @@ def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[boo
 
 
 class Way(NamedTuple):
-    """How a rank holds leaves: over a mesh, or in boxes that only it knows.
+    """How a rank holds leaves: over a mesh, or in boxes that only it knows."""
 
-    Attributes:
-        detail: As ``LocalChunks`` has it.
-        mesh: The mesh, and how it cuts a tensor.
-        boxes: This rank's boxes, without a mesh.
-        is_known: Whether it knows the boxes of the other ranks, too.
-    """
-
-    detail: str
-    mesh: MeshSplits | None
-    boxes: tuple[Box, ...]
-    is_known: bool
+    detail: str  # as ``LocalChunks`` has it
+    mesh: MeshSplits | None  # the mesh, and how it cuts a tensor
+    boxes: tuple[Box, ...]  # this rank's boxes, without a mesh
+    is_known: bool  # whether it knows the boxes of the other ranks, too
 
 
 class _Statements:

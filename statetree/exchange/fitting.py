@@ -43,20 +43,13 @@ def raise_differences(verb: str, differences: Sequence[Difference], remedy: str 
 
 
 class LikeOptions(NamedTuple):
-    """How a tree takes the layouts of another one.
+    """How a tree takes the layouts of another one."""
 
-    Attributes:
-        in_place: Whether elements are written into the other's tensors; otherwise fresh ones are made.
-        cast: Whether elements are converted to the other's dtypes.
-        strict: Whether both trees must have the same keys; otherwise what only one of them has is left alone.
-        on_missing: Is then called with each difference.
-        where: Which leaves are meant; others are left alone. All if it is ``None``.
-    """
-
-    in_place: bool = False
-    cast: bool = False
-    strict: bool = True
-    on_missing: Callable[[Difference], object] | None = None
+    in_place: bool = False  # whether elements are written into the other's tensors; otherwise fresh ones are made
+    cast: bool = False  # whether elements are converted to the other's dtypes
+    strict: bool = True  # whether both trees must have the same keys; otherwise what only one of them has is left alone
+    on_missing: Callable[[Difference], object] | None = None  # is then called with each difference
+    #: Which leaves are meant; others are left alone. All if it is ``None``.
     where: Where | None = None
 
     @property

@@ -35,23 +35,14 @@ if TYPE_CHECKING:
 
 
 class _Told(NamedTuple):
-    """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it.
+    """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it."""
 
-    Attributes:
-        text: What must be the same.
-        value: A plain value.
-        absent: What those know of a tensor who hold nothing of it, if it can be cut into boxes.
-        parameter: Whether it is a parameter.
-        requires_grad: Whether it records gradients.
-        summed: Whether ranks hold partials of it.
-    """
-
-    text: str
-    value: Any = None
-    absent: LocalChunks | None = None
-    parameter: bool = False
-    requires_grad: bool = False
-    summed: bool = False
+    text: str  # what must be the same
+    value: Any = None  # A plain value
+    absent: LocalChunks | None = None  # what those know of a tensor who hold nothing of it, if it can be cut into boxes
+    parameter: bool = False  # whether it is a parameter
+    requires_grad: bool = False  # whether it records gradients
+    summed: bool = False  # whether ranks hold partials of it
 
 
 class _HeldKeys(NamedTuple):

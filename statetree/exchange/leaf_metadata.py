@@ -32,19 +32,13 @@ _KNOWN = ("dtypes", "shapes", "strides", "offsets", "storage_keys", "contiguous"
 
 
 class LeafMetadata(NamedTuple):
-    """All of a list of leaves but their elements.
+    """All of a list of leaves but their elements."""
 
-    Attributes:
-        kept: The leaves that are plain values, in their places.
-        bare: The positions of leaves that are plain tensors.
-        recipes: How the other leaves are packed.
-        tensors: For each device, the indices of its plain tensors and what ``Columns`` knows about them. It goes by its
-            type, and by its number only if there are several of that type: a lone one is each rank's own.
-    """
-
-    kept: list[Any]
-    bare: Sequence[int]
-    recipes: dict[int, Recipe]
+    kept: list[Any]  # the leaves that are plain values, in their places
+    bare: Sequence[int]  # the positions of leaves that are plain tensors
+    recipes: dict[int, Recipe]  # how the other leaves are packed
+    #: For each device, the indices of its plain tensors and what ``Columns`` knows about them. It goes by its type, and
+    #: by its number only if there are several of that type: a lone one is each rank's own.
     tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
 
     @property

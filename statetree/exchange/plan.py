@@ -48,32 +48,20 @@ class Transport(Enum):
 
 
 class Part(NamedTuple):
-    """What a round does of alike moves: all of them, or one slab of one.
+    """What a round does of alike moves: all of them, or one slab of one."""
 
-    Attributes:
-        route: The way that they go.
-        dtype: Their dtype.
-        moves: Their numbers.
-        slab: Which slab.
-    """
-
-    route: Route
-    dtype: torch.dtype
-    moves: Sequence[int]
-    slab: Slab = _WHOLE
+    route: Route  # the way that they go
+    dtype: torch.dtype  # their dtype
+    moves: Sequence[int]  # their numbers
+    slab: Slab = _WHOLE  # which slab
 
 
 class Round(NamedTuple):
-    """What moves at a time.
+    """What moves at a time."""
 
-    Attributes:
-        transport: How.
-        root: Which rank has what is broadcast.
-        parts: What. Larger elements come first: then each is aligned if the first one is.
-    """
-
-    transport: Transport
-    root: int
+    transport: Transport  # how
+    root: int  # which rank has what is broadcast
+    #: What. Larger elements come first: then each is aligned if the first one is.
     parts: list[Part]
 
 

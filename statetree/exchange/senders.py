@@ -46,16 +46,13 @@ def choose_owners(held: Sequence[tuple[ChunkLayout, int]], size: int) -> list[to
 
 
 class Senders(NamedTuple):
-    """A rule that says, for each box and each rank that lacks it, which holder sends it.
+    """A rule that says, for each box and each rank that lacks it, which holder sends it."""
 
-    Attributes:
-        turn: The holders take turns, from box to box: which of them sends the first box. With ``None`` a rank gets what
-            it lacks from the holders that have the same place among the holders of a box as the rank itself has among
-            those of its own: in a hybrid mesh these are the ranks of its own replica.
-        source: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
-    """
-
+    #: The holders take turns, from box to box: which of them sends the first box. With ``None`` a rank gets what it
+    #: lacks from the holders that have the same place among the holders of a box as the rank itself has among those of
+    #: its own: in a hybrid mesh these are the ranks of its own replica.
     turn: int | None
+    #: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
     source: int | None
 
     def of(self, layout: ChunkLayout, boxes: torch.Tensor, peers: torch.Tensor) -> torch.Tensor:

@@ -98,21 +98,14 @@ class PlannedTransfers(NamedTuple):
 
 
 class TransferOptions(NamedTuple):
-    """How elements are moved.
+    """How elements are moved."""
 
-    Attributes:
-        key: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
-        group: The ranks.
-        device: The memory that is sent from and received into.
-        bucket_bytes: As for ``BucketedPlan``.
-        source: As for ``BucketedPlan``.
-    """
-
+    #: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
     key: Any
-    group: Group
-    device: torch.device
-    bucket_bytes: int
-    source: int | None = None
+    group: Group  # the ranks
+    device: torch.device  # the memory that is sent from and received into
+    bucket_bytes: int  # as for ``BucketedPlan``
+    source: int | None = None  # as for ``BucketedPlan``
 
 
 def plan_transfers(
