@@ -27,13 +27,7 @@ class MeshSplits(NamedTuple):
 
 
 class MadePieces(Sequence["torch.Tensor"]):
-    """Pieces that are made of others, each when it is looked at and anew: all at a time would be another copy.
-
-    Args:
-        sources: What they are made of.
-        count: How many there are.
-        make: Makes one.
-    """
+    """Pieces that are made of others, each when it is looked at and anew: all at a time would be another copy."""
 
     def __init__(self, sources: Sequence[torch.Tensor], count: int, make: Callable[[int], torch.Tensor]) -> None:
         self.sources = sources

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bool = False) -> list[Any]:
     """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
 
-    Args:
-        verb: The collective, for messages.
-        leaves: The leaves.
-        spec: The structure that they belong to.
-        keep_meta: Whether those on ``meta`` stay there: they are what is sent, and nothing arrives.
+    With ``keep_meta`` those on ``meta`` stay there: they are what is sent, and nothing arrives.
     """
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}

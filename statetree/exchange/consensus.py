@@ -110,11 +110,7 @@ def _text(data: bytes) -> str:
 def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
     """Make sure that all ranks have one fingerprint.
 
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        fingerprint: What this rank is about to do.
-        message: Its ``message``, made in advance: from here on nothing of this rank's own may fail.
+    ``message`` is what the fingerprint tells, made in advance: from here on nothing of this rank's own may fail.
 
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
@@ -137,15 +133,10 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
 
 
 def all_repeat(verb: str, group: Group, number: int) -> bool:
-    """Tell the other ranks that this one could make a call once more that it keeps; return whether all do so.
+    """Tell the other ranks the number of a call that this one could make once more; return whether all can.
 
     It comes in the place of ``compare_fingerprints``, which those ranks take part in that keep no such call: they hear
     of it, and everybody compares fingerprints then.
-
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        number: The number of that call.
 
     Raises:
         RankMismatch: If another rank failed. On every rank.
@@ -232,12 +223,7 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
 
 
 def _first_place(group: Group, lines: Sequence[Entry] | None) -> int:
-    """Return the first place at which the ranks that hold something have different lines, by bisection.
-
-    Args:
-        group: The ranks.
-        lines: What this rank holds; ``None`` if nothing.
-    """
+    """Return the first place at which the ranks that hold something have different lines, by bisection."""
     alike, differ = 0, group.all_reduce_max([0 if lines is None else len(lines)])[0]
     known = blake2b(digest_size=_DIGEST.size)  # of the lines up to ``alike``
     while differ - alike > 1:

@@ -146,12 +146,7 @@ class Received(NamedTuple):
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:
     """Return the manifest of a tree that a rank described, which alone has the elements of what is exchanged.
 
-    Args:
-        verb: The collective, for messages.
-        src: That rank.
-        description: What it said.
-        leaves: The leaves that it described; ``None`` for those that are exchanged.
-        received: What comes with it.
+    ``leaves`` are those that it described, with ``None`` in the places of those that are exchanged.
     """
     chunks, own = {}, received.own
     for index, (dtype, shape) in description.exchanged.items():

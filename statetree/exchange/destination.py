@@ -72,12 +72,7 @@ class Destination:
         raise NotImplementedError
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
-        """Return what moves from where to where.
-
-        Args:
-            sources: Where the elements of ``sources()`` come from.
-            layouts: Those of the leaves of ``manifests``.
-        """
+        """Return what moves: from where ``sources()`` are, into the layouts of the leaves of ``manifests``."""
         raise NotImplementedError
 
     def read_stored(self) -> None:
@@ -91,11 +86,7 @@ class Destination:
         return _nothing
 
     def check_values(self, source: Manifest) -> None:
-        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did.
-
-        Args:
-            source: The tree with the elements.
-        """
+        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did."""
 
     def touched(self) -> Iterable[int]:
         """Return the leaves whose elements are written in the result."""
@@ -118,13 +109,7 @@ class FreshDestination(Destination):
     """Fresh tensors: on each rank the box that a rule gives it, of distributed leaves; other leaves as they are.
 
     Leaves that lie on the same memory do so again. On ranks to which ``WholeOn`` gives nothing, every tensor is a
-    ``meta`` tensor of its global shape.
-
-    Args:
-        source: The tree.
-        rule: In which layout each distributed leaf arrives.
-        rank: This rank.
-        device: Where it arrives, and other leaves are brought; by default where they lie.
+    ``meta`` tensor of its global shape. Arguments: as for ``Exchange.destination``.
 
     Raises:
         UnsupportedLeaf: If the rule gives a rank several boxes of a leaf.

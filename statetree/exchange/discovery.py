@@ -38,11 +38,6 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
 
     Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
 
-    Args:
-        call: The collective.
-        manifest: The tree.
-        details_agree: Whether all ranks see meshes and ties alike.
-
     Raises:
         UnsupportedLeaf: If the ranks hold only a part of a leaf. On every rank.
         RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
@@ -90,10 +85,6 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
     """Keep only those ties that all ranks see.
 
     A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
-
-    Args:
-        manifest: The tree.
-        told: What the ranks said.
 
     Raises:
         RankMismatch: If two values would be moved into one memory then, or one into a part of several.
@@ -143,10 +134,6 @@ class Way(NamedTuple):
 
 class _Statements:
     """What the ranks said. All ranks of the group make one at the same time.
-
-    Args:
-        group: The ranks.
-        manifest: What this rank holds.
 
     Attributes:
         ties: For every rank the ties that it sees: the numbers of leaves that are tied to earlier ones, with those.
@@ -207,16 +194,10 @@ def _way(detail: str, mesh: Any, boxes: Any, is_known: bool) -> Way:  # noqa: FB
 
 
 class Held:
-    """Who holds what of leaves of one shape that each rank holds in one way.
+    """Who holds what of leaves of one shape that each rank holds in one way (``way_of``, by its number in ``ways``).
 
-    Args:
-        group: The ranks.
-        chunks: What this rank knows of one of the leaves.
-        ways: All ways in which ranks hold leaves.
-        way_of: For every rank the number of the way in which it holds these.
-
-    Attributes:
-        is_known: Whether all ranks that hold any know the others' boxes by themselves.
+    ``chunks`` is what this rank knows of one of them. ``is_known`` is whether all ranks that hold any know the others'
+    boxes by themselves.
     """
 
     def __init__(self, group: Group, chunks: LocalChunks, ways: Sequence[Way], way_of: torch.Tensor) -> None:

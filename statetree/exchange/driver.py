@@ -267,9 +267,7 @@ class Exchange(Call):
     def finish(self, target: Destination, source: Manifest | None) -> Any:
         """Do what is left once elements have moved, and return the resulting tree.
 
-        Args:
-            target: Where they moved.
-            source: The tree that they come from, if it is this rank's.
+        ``source`` is the tree that they come from, if it is this rank's.
         """
         self.executor.call(target.write)
         self.executor.with_each(target.written_again)

@@ -91,14 +91,7 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
 
 
 def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], rank: int) -> None:
-    """Put the union in the place of what this rank holds.
-
-    Args:
-        manifest: What that is.
-        outlines: What ranks hold.
-        ranks: For each outline the ranks of which it is true.
-        rank: This rank.
-    """
+    """Put the union in the place of what this rank holds. Each of the outlines is true of some of the ranks."""
     union = united([outline.spec for outline in outlines])
     if union.differences:
         mismatch = TreeMismatch.between(manifest.verb, union.differences, "")

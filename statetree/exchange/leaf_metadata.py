@@ -81,12 +81,9 @@ class LeafMetadata(NamedTuple):
         return parts, spans
 
     def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
-        """Return leaves like those that the metadata was drawn from.
+        """Return leaves like those that the metadata was drawn from, of what ``allocate`` returned.
 
-        Args:
-            verb: The collective, for messages.
-            parts: What ``allocate`` returned. They have their elements if ``depends_on_elements``.
-            paths: Gives the paths of the leaves.
+        These parts have their elements if ``depends_on_elements``.
         """
         return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
 

@@ -48,15 +48,9 @@ if TYPE_CHECKING:
 
 
 class LikeDestination(Destination):
-    """A tree whose leaves take the layouts of another one.
+    """A tree whose leaves take the layouts of another one, ``like``.
 
     Leaves that are distributed on one side are exchanged; the others this rank copies from its own.
-
-    Args:
-        source: The tree whose elements are moved.
-        like: The tree whose layouts they take.
-        group: The ranks.
-        options: Whether tensors of ``like`` are written, and what may differ.
 
     Raises:
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.

@@ -140,12 +140,7 @@ class Manifest:
         return frozenset([paths[leaf] for leaf in self.outline.counts])
 
     def lift(self, parts: Sequence[Any], recipes: Mapping[Path, Recipe] | None = None) -> Any:
-        """Return the tree with others in the places of ``leaves``.
-
-        Args:
-            parts: These.
-            recipes: How divided leaves are put together; by default as they were.
-        """
+        """Return the tree with others in the places of ``leaves``, divided ones put together by recipes."""
         return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes)
 
     def leaf_numbers(self, numbers: Mapping[int, int]) -> dict[str, int]:
@@ -181,14 +176,7 @@ class Manifest:
     def replace(
         self, spec: TreeSpec, leaves: list[Any], known: Mapping[int, LocalChunks] | None, ranks: Ranks | None = None
     ) -> None:
-        """Describe another tree.
-
-        Args:
-            spec: Its structure.
-            leaves: Its leaves.
-            known: What this rank holds of its distributed leaves.
-            ranks: The group's ranks, if that is to be found out.
-        """
+        """Describe another tree. What this rank holds of its distributed leaves is known, or is found out."""
         self.spec, self.leaves = spec, leaves
         outline = order_of(spec)
         self.order = outline.order
@@ -311,10 +299,7 @@ class Manifest:
     def add_ties(self, indices: Sequence[int]) -> None:
         """Note which of the leaves that elements are moved into lie in the same memory, distributed or not.
 
-        What is moved depends on these ties, so the ranks have to agree on them.
-
-        Args:
-            indices: The leaves, in the order of the paths.
+        What is moved depends on these ties, so the ranks have to agree on them. They are in the order of the paths.
         """
         first: dict[Any, int] = {}
         for index in indices:

@@ -52,13 +52,9 @@ def prepare_reduction(
     partials: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
     rank: int,
 ) -> Reduction:
-    """Take the memory for reducing tensors of which the ranks hold partials.
+    """Take the memory for reducing tensors of which the ranks hold partials: each rank of a layout one of its boxes.
 
-    Args:
-        sources: The tensors. Each rank of a layout holds one partial of its boxes.
-        dtypes: Their dtypes.
-        partials: For each, how partials are put together, and the layout of every one of them.
-        rank: This rank.
+    ``partials`` say for each how these are put together, and the layout of every one of them.
     """
     found = Reduction([], [], [], [])
     for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, partials, strict=True):

@@ -78,12 +78,8 @@ class _Kind(NamedTuple):
 class ExchangePlan:
     """This rank's part of the exchange that takes all moves to their targets.
 
-    Args:
-        moves: The same on every rank, in the same order.
-        rank: This rank.
-        size: How many ranks there are.
-        bucket_bytes: How many bytes a rank sends and receives in one round, unless a single element has more.
-        source: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
+    The moves are the same on every rank, in the same order. A rank sends and receives ``bucket_bytes`` in one round, or
+    one element if that has more. Boxes that the rank ``source`` holds come from it, also for ranks that hold them as well.
     """
 
     def __init__(

@@ -76,12 +76,7 @@ class Preparation:
             call.ready()
 
     def finish(self, name: str, tree: T) -> Prepared[T]:
-        """Return what was prepared.
-
-        Args:
-            name: What was called, for messages.
-            tree: What it returned.
-        """
+        """Return what was prepared: ``tree`` is what was returned by what was called, ``name`` in messages."""
         if self.call is None or not self.held:
             msg = f"prepare: expected gather, distribute, broadcast or reshard, got {name}. Call it as it is."
             raise TypeError(msg)

@@ -36,11 +36,9 @@ _LEAVES_AT_ONCE: Final = 4096
 
 
 class Copies:
-    """Who holds what of leaves.
+    """Who holds what of leaves: for each rank a number of its mesh, and its boxes.
 
-    Args:
-        meshes: For each rank a number of its mesh. Where meshes are not known, each rank is one of its own.
-        boxes: For each rank its boxes.
+    Where meshes are not known, each rank is one of its own.
     """
 
     def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
@@ -129,10 +127,7 @@ def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict
 def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies]) -> None:
     """Make sure that what several meshes hold of a leaf is the same.
 
-    Args:
-        call: The collective.
-        manifest: The tree.
-        copies: Of the leaves of which that is not certain, by their indices. The same on every rank.
+    ``copies`` are those of which that is not certain, by their indices: the same on every rank.
 
     Raises:
         RankMismatch: If it is not. On every rank, before anything moves.
@@ -185,11 +180,7 @@ def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
 def told_apart(
     group: Group, found: Sequence[Sequence[tuple[Box | None, int]]]
 ) -> list[list[tuple[Box | None, list[tuple[int, ...]]]]]:
-    """Have the ranks tell each other numbers of parts of leaves, and return where they differ.
-
-    Args:
-        group: The ranks.
-        found: For each of some leaves, the same on every rank, the parts that this rank holds, and their numbers.
+    """Have the ranks tell each other numbers of parts of leaves (the same leaves on every rank).
 
     Returns:
         For each leaf the parts of which some ranks have another number than others, with the ranks of each number; most

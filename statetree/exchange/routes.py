@@ -72,14 +72,7 @@ def sorted_by(columns: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Route:
-    """The way of a tensor from one layout to another.
-
-    Args:
-        source: Where the elements are.
-        target: Where they go.
-        senders: Who sends what several ranks have.
-        rank: This rank.
-    """
+    """The way of a tensor from one layout to another, as one rank sees it."""
 
     def __init__(self, source: ChunkLayout, target: ChunkLayout, senders: Senders, rank: int) -> None:
         self.source = source

@@ -129,11 +129,9 @@ def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
 
 
 def lay_out_bucket(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = False) -> Side:
-    """Give every box its place in a bucket.
+    """Give every box its place in a bucket: those of this rank's pieces that go to peers, or come from them.
 
-    Args:
-        found: The parts of a round, and the boxes of this rank's pieces that go to peers, or come from them.
-        in_order: Whether the stretches lie in the order of the peers. Otherwise that of boxes in tensors is preferred.
+    With ``in_order`` the stretches lie in the order of the peers. Otherwise that of boxes in tensors is preferred.
     """
     columns = [
         _Column(number, part, slot, pieces)

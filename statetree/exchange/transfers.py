@@ -111,13 +111,7 @@ class TransferOptions(NamedTuple):
 def plan_transfers(
     options: TransferOptions, transfers: Sequence[Transfer], reduction: Reduction | None = None
 ) -> PlannedTransfers:
-    """Plan how elements move from where they come from to where they go, and take the memory for it.
-
-    Args:
-        options: How.
-        transfers: What moves.
-        reduction: What is put together before that.
-    """
+    """Plan how elements move, once partials are put together (``reduction``), and take the memory for it."""
     legs = []
     if reduction is not None:
         summed = _planned(options, "partials", lambda: reduction.moves, reduction.pieces)

@@ -53,13 +53,8 @@ def lower(
 ) -> Lowered:
     """Divide those leaves of a tree that are made of several distributed tensors.
 
-    Args:
-        verb: On whose behalf, for messages.
-        leaves: The leaves of the tree.
-        spec: Its structure.
-        flatten: Takes a tree apart as this one was.
-        also: What else to divide: what is divided in a tree that this one is matched with, as it is there.
-        wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
+    ``flatten`` takes a tree apart as this one was. ``also`` is what is divided in a tree that this one is matched with,
+    as it is there. ``wanted`` says of leaves that are made of tensors (``is_divisible``) whether they are, in any case.
     """
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
