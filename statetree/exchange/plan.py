@@ -79,7 +79,7 @@ class ExchangePlan:
     """This rank's part of the exchange that takes all moves to their targets.
 
     The moves are the same on every rank, in the same order. A rank sends and receives ``bucket_bytes`` in one round, or
-    one element if that has more. Boxes that the rank ``source`` holds come from it, also for ranks that hold them as well.
+    one element if that has more. Boxes that the rank ``source`` holds come from it, also for ranks that hold them, too.
     """
 
     def __init__(
