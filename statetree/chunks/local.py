@@ -121,14 +121,11 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
             f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
         )
         raise UnsupportedLeaf(msg)
-    boxes: list[Box] = []
-    pieces: list[torch.Tensor] = []
+    found: list[tuple[Box, torch.Tensor]] = []
     for number, chunk in enumerate(listed):
         piece = local if is_only else value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
-        if all(chunk.sizes):
-            boxes.append(Box.at(chunk.offsets, chunk.sizes))
-            pieces.append(piece.detach())
-    return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
+        found.append((Box.at(chunk.offsets, chunk.sizes), piece))
+    return checked_chunks(value, tuple(value.shape), value.dtype, found)
 
 
 def chunks_at(
@@ -139,27 +136,26 @@ def chunks_at(
     offsets: Sequence[Sequence[int]],
 ) -> LocalChunks:
     """Return what is known of a distributed tensor of which this rank holds chunks that begin at some offsets."""
-    boxes: list[Box] = []
-    pieces: list[torch.Tensor] = []
+    found: list[tuple[Box, torch.Tensor]] = []
     for start, tensor in zip(offsets, tensors, strict=True):
+        box = Box.at(start, tensor.shape)
         is_inside = len(start) == len(shape) == tensor.dim() and min(start, default=0) >= 0
-        box = Box.at(start, tensor.shape) if is_inside else None
-        if box is None or any(map(gt, box.stop, shape)):
+        if not is_inside or any(map(gt, box.stop, shape)):
             msg = (
                 f"a chunk of the leaf at %PATH% lies outside of its tensor: expected one in {tuple(shape)}, got "
                 f"{tuple(tensor.shape)} at {tuple(start)}. Correct the leaf type."
             )
             raise UnsupportedLeaf(msg)
-        if tensor.numel():
-            boxes.append(box)
-            pieces.append(tensor.detach())
-    return checked_chunks(value, tuple(shape), dtype, boxes, pieces)
+        found.append((box, tensor))
+    return checked_chunks(value, tuple(shape), dtype, found)
 
 
 def checked_chunks(
-    value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
+    value: Any, shape: tuple[int, ...], dtype: torch.dtype, found: Sequence[tuple[Box, torch.Tensor]]
 ) -> LocalChunks:
-    """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
+    """Return what is known of a distributed tensor of which each rank knows its own (filled) chunks only."""
+    boxes = [box for box, _ in found if box.volume]
+    pieces = [piece.detach() for box, piece in found if box.volume]
     for box, piece in zip(boxes, pieces, strict=True):
         if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
             msg = (

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.layouts import whole_on
-from statetree.exchange.allocation import with_leaves
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import is_value
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.replicas import moved, replicated
+from statetree.leaves.replicas import moved, replicated, with_leaves
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of

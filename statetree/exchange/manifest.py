@@ -113,12 +113,8 @@ class Manifest:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)
 
     def _lower(self, lowered: Lowered, ranks: Ranks) -> None:
-        self.outline, self.recipes, self.outer, self.texts = (
-            lowered.outline,
-            lowered.recipes,
-            lowered.outer,
-            lowered.texts,
-        )
+        self.outline, self.recipes = lowered.outline, lowered.recipes
+        self.outer, self.texts = lowered.outer, lowered.texts
         self.replace(lowered.spec, lowered.leaves, None, ranks)
 
     def divide(self, recipes: Mapping[Path, Recipe], ranks: Ranks) -> None:
@@ -337,16 +333,12 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     else:  # leaves of other types are divided if there are distributed tensors inside
         hides = (leaf_type.opaque or leaf_type.native) and hides_distributed(leaf)
     if hides:
-        raise _hidden(leaf)
+        msg = (
+            f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
+            "leaf of its own. Register the class as a container, or give it a leaf type."
+        )
+        raise UnsupportedLeaf(msg)
     return None
-
-
-def _hidden(leaf: Any) -> UnsupportedLeaf:
-    msg = (
-        f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
-        "leaf of its own. Register the class as a container, or give it a leaf type."
-    )
-    return UnsupportedLeaf(msg)
 
 
 def _text_of(leaf: Any) -> str:

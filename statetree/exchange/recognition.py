@@ -304,15 +304,11 @@ def _made(
     fresh = KeptCall(verb, sighting, compares_values=compares_values)
     result = fresh.record(sighting, given, names)
     if fresh.is_repeatable:
-        _keep(sighting.key, fresh)
+        for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
+            _KEPT.pop(other, None)
+        _KEPT[sighting.key] = fresh
+        while len(_KEPT) > _KEPT_CALLS:
+            _KEPT.popitem(last=False)
     else:
         _SEEN[name] = _MOST_VAIN + 1
     return result
-
-
-def _keep(key: Any, call: KeptCall) -> None:
-    for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
-        _KEPT.pop(other, None)
-    _KEPT[key] = call
-    while len(_KEPT) > _KEPT_CALLS:
-        _KEPT.popitem(last=False)
