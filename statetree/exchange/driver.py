@@ -29,12 +29,7 @@ from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
-from statetree.exchange.transfers import (
-    PlannedTransfers,
-    TransferOptions,
-    plan_transfers,
-    sources_of,
-)
+from statetree.exchange.transfers import PlannedTransfers, TransferOptions, plan_transfers, sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

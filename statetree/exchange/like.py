@@ -56,14 +56,7 @@ class LikeDestination(Destination):
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.
     """
 
-    def __init__(
-        self,
-        source: Manifest,
-        like: Manifest,
-        group: Group,
-        *,
-        options: LikeOptions,
-    ) -> None:
+    def __init__(self, source: Manifest, like: Manifest, group: Group, *, options: LikeOptions) -> None:
         self.like = like
         self.manifests = [like]
         self._group = group

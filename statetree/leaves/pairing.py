@@ -45,14 +45,7 @@ class LeafPairing:
     """
 
     def __init__(
-        self,
-        verb: str,
-        left: Any,
-        right: Any,
-        *,
-        where: Where | None = None,
-        strict: bool = True,
-        either: bool = False,
+        self, verb: str, left: Any, right: Any, *, where: Where | None = None, strict: bool = True, either: bool = False
     ) -> None:
         self.verb = verb
         self.left, self.spec = flatten_for(verb, left)

@@ -159,12 +159,7 @@ class Unpacked:
 
 
 def unpack(
-    verb: str,
-    leaves: list[Any],
-    paths: Callable[[], Sequence[Path]],
-    *,
-    memory: bool = True,
-    together: bool = False,
+    verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]], *, memory: bool = True, together: bool = False
 ) -> Unpacked:
     """Take leaves apart into plain tensors.
 

@@ -123,12 +123,7 @@ class _Quantized(EngineLeafType):
             dtype, axis = context
             scales, zero_points = channels
             fresh = torch._empty_per_channel_affine_quantized(
-                integers.shape,
-                scales=scales,
-                zero_points=zero_points,
-                axis=axis,
-                dtype=dtype,
-                device=integers.device,
+                integers.shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
             )
         else:
             dtype, scale, zero_point = context
