@@ -76,7 +76,7 @@ def unite(call: Call, manifest: Manifest) -> None:
 def _outline_of(manifest: Manifest) -> _HeldKeys:
     texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
     told = [_told(manifest, index, texts[index]) for index in manifest.order]
-    return _HeldKeys(manifest.spec, told, sorted(map(str, manifest.divided())))
+    return _HeldKeys(manifest.spec, told, sorted(map(str, manifest.recipes)))
 
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:

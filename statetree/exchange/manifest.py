@@ -130,32 +130,22 @@ class Manifest:
         owners, paths = self.outline.owners(), self.outline.spec.paths()
         return owners[a] == owners[b] and isinstance(self.recipes.get(paths[owners[a]]), LaidOutRecipe)
 
-    def divided(self) -> frozenset[Path]:
-        """Return the paths of leaves that are divided."""
-        paths = self.outline.spec.paths() if self.outline.counts else []
-        return frozenset([paths[leaf] for leaf in self.outline.counts])
-
     def lift(self, parts: Sequence[Any], recipes: Mapping[Path, Recipe] | None = None) -> Any:
         """Return the tree with others in the places of ``leaves``, divided ones put together by recipes."""
         return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes)
 
     def leaf_numbers(self, numbers: Mapping[int, int]) -> dict[str, int]:
         """Return a number for each undivided leaf by its name, from those of its parts, in the order of the paths."""
-        names = dict(zip(self.order, self.keys, strict=True))
-        if not self.recipes:
-            return {names[index]: numbers[index] for index in self.order}
-        paths, owners = self.outline.spec.paths(), self.outline.owners()
-        keys = self.outline.spec.flat_keys()
+        owners, keys, paths = self.outline.owners(), self.outline.spec.flat_keys(), self.outline.spec.paths()
         own: dict[int, list[str]] = {}
-        for index in self.order:
-            own.setdefault(owners[index], []).append(f"{names[index]} {numbers[index] % (1 << 64)}")
         found: dict[str, int] = {}
-        for index in self.order:
+        for name, index in zip(self.keys, self.order, strict=True):
             owner = owners[index]
+            found[keys[owner]] = numbers[index]
             if owner in self.outline.counts:
-                found[keys[owner]] = text_number(self.texts[paths[owner]], *own[owner])
-            else:
-                found[keys[owner]] = numbers[index]
+                own.setdefault(owner, []).append(f"{name} {numbers[index] % (1 << 64)}")
+        for owner, texts in own.items():
+            found[keys[owner]] = text_number(self.texts[paths[owner]], *texts)
         return found
 
     def largest_parts(self) -> dict[int, int]:
