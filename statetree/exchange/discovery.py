@@ -201,7 +201,7 @@ class Held:
     """
 
     def __init__(self, group: Group, chunks: LocalChunks, ways: Sequence[Way], way_of: torch.Tensor) -> None:
-        self._index = group.index
+        self._index, self._rank = group.index, group.rank
         self._shape = chunks.shape
         self._way_of = way_of
         #: What is held at all, in the order of the first rank that holds it so.
@@ -246,7 +246,7 @@ class Held:
             found = {detail: mesh for mesh, detail in enumerate(self._details)}
             mesh_of = {number: found.get(way.detail, len(found)) for number, way in self._ways.items()}
             meshes = [mesh_of[number] for number in self._way_of.tolist()]
-        return Copies(meshes, [boxes.get(rank, []) for rank in ranks])
+        return Copies(self._rank, self._shape, meshes, [boxes.get(rank, []) for rank in ranks])
 
     def _layout(self, numbers: Iterable[int]) -> ChunkLayout:
         """Return the boxes of the ranks that hold the leaves in some ways."""

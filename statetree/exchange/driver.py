@@ -185,18 +185,16 @@ class Exchange(Call):
         entries: list[Entry] = []
         details: list[str] = []
         for number, manifest in enumerate(manifests):
-            more = " (like)" if number else ""
-            entries += (
-                [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
-            )
+            found = manifest.entries()
+            entries += [Entry(f"{path} (like)", text) for path, text in found] if number else found
             details += manifest.details()
         kinds = {chunks.device for manifest in manifests for chunks in manifest.chunks.values()}
         device = self.group.number_of(kinds)
         details.append(self.group.devices[device])
-        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
+        fingerprint = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
         if self.options.get("union", True):
-            return found
-        return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
+            return fingerprint
+        return replace(fingerprint, remedy=f"{fingerprint.remedy} Where ranks hold different keys, pass union=True.")
 
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree."""

@@ -19,7 +19,7 @@ from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
 from statetree.exchange.leaf_metadata import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable
-from statetree.exchange.path_order import path_order
+from statetree.exchange.path_order import order_of
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.divided import Outline
@@ -97,7 +97,7 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
         mismatch = TreeMismatch.between(manifest.verb, union.differences, "")
         msg = f"{mismatch} With union=True mappings may have different keys on different ranks, and nothing else."
         raise RankMismatch(msg)
-    places = [{index: place for place, index in enumerate(path_order(outline.spec))} for outline in outlines]
+    places = [{index: place for place, index in enumerate(order_of(outline.spec).order)} for outline in outlines]
     mine = manifest.order
     own = next(number for number, holders in enumerate(ranks) if rank in holders)
     leaves: list[Any] = []

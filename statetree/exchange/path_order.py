@@ -21,11 +21,6 @@ class PathOrder(NamedTuple):
     structure: list[Entry]
 
 
-def path_order(spec: TreeSpec) -> list[int]:
-    """Return the indices of the leaves in the order of their paths."""
-    return order_of(spec).order
-
-
 @lru_cache(maxsize=32)
 def order_of(spec: TreeSpec) -> PathOrder:
     """Return what depends on a tree's structure alone."""

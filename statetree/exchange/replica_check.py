@@ -36,16 +36,15 @@ _LEAVES_AT_ONCE: Final = 4096
 
 
 class Copies:
-    """Who holds what of leaves: for each rank a number of its mesh, and its boxes.
+    """Who holds what of leaves of one shape, as one rank sees it: for each rank a number of its mesh, and its boxes.
 
     Where meshes are not known, each rank is one of its own.
     """
 
-    def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
+    def __init__(self, rank: int, shape: Sequence[int], meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
+        self._rank, self._shape = rank, shape
         self.meshes = meshes
         self.boxes = boxes
-        self._parts: dict[int, dict[tuple[Box, Box], int]] = {}
-        self._are_single: bool | None = None
 
     @cached_property
     def holders(self) -> dict[tuple[int, Box], int]:
@@ -56,32 +55,28 @@ class Copies:
                 found.setdefault((mesh, box), rank)
         return found
 
-    def are_single(self, shape: Sequence[int]) -> bool:
+    @cached_property
+    def are_single(self) -> bool:
         """Whether there is one of each element, without a look at pairs of boxes. It may be so if this is false."""
-        if self._are_single is None:
-            held = [box for _, box in self.holders]
-            whole = whole_box(shape).volume
-            alone = sum(box.volume for box in held) == whole
-            self._are_single = alone and layout_of(shape, {0: held}).is_complete
-        return self._are_single
+        held = [box for _, box in self.holders]
+        alone = sum(box.volume for box in held) == whole_box(self._shape).volume
+        return alone and layout_of(self._shape, {0: held}).is_complete
 
-    def in_common(self, rank: int) -> dict[tuple[Box, Box], int]:
-        """Return what a rank compares with other meshes: those of its elements that these hold, too.
+    @cached_property
+    def in_common(self) -> dict[tuple[Box, Box], int]:
+        """What the rank compares with other meshes: those of its elements that these hold, too.
 
-        Returns:
-            For each of the rank's boxes and each part of it the weight of that part's number. Those of all ranks add up
-            to nothing, whatever the number is that they have in common.
+        For each of its boxes and each part of it the weight of that part's number. Those of all ranks add up to
+        nothing, whatever the number is that they have in common.
         """
-        if rank not in self._parts:
-            mine = self.meshes[rank]
-            found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
-            for (mesh, box), holder in self.holders.items():
-                if mesh == mine and holder == rank:
-                    for other, part in self._meeting(box):
-                        if other[0] != mine:
-                            found[box, part] += _weight((mesh, box), other)
-            self._parts[rank] = dict(found)
-        return self._parts[rank]
+        mine = self.meshes[self._rank]
+        found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
+        for (mesh, box), holder in self.holders.items():
+            if mesh == mine and holder == self._rank:
+                for other, part in self._meeting(box):
+                    if other[0] != mine:
+                        found[box, part] += _weight((mesh, box), other)
+        return dict(found)
 
     def _meeting(self, box: Box) -> Iterator[tuple[tuple[int, Box], Box]]:
         """Yield the boxes of all meshes that have elements in common with one, with the place of these elements."""
@@ -132,7 +127,7 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
     Raises:
         RankMismatch: If it is not. On every rank, before anything moves.
     """
-    compared = {index: held for index, held in copies.items() if not held.are_single(manifest.chunks[index].shape)}
+    compared = {index: held for index, held in copies.items() if not held.are_single}
     if not compared:
         return
 
@@ -144,7 +139,7 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         chunks = manifest.chunks[index]
         pieces = dict(zip(chunks.boxes, chunks.pieces, strict=True))
         total = 0
-        for (box, part), weight in held.in_common(call.group.rank).items():
+        for (box, part), weight in held.in_common.items():
             piece = pieces[box]
             if not piece.is_meta and holds_memory(piece):  # otherwise there are no elements, and nothing is read
                 number = chunk_number(_within(piece, box, part), part, chunks.shape)
