@@ -17,7 +17,7 @@ from statetree.chunks.local import LocalChunks, location_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
-from statetree.exchange.leaf_metadata import pickled
+from statetree.exchange.description import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable
 from statetree.exchange.path_order import order_of
 from statetree.exchange.transfers import as_sendable
