@@ -93,14 +93,13 @@ class Side(NamedTuple):
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Column:
+class _Column(NamedTuple):
     """A part's boxes, of each peer one at most."""
 
-    def __init__(self, number: int, part: Part, cuts: Cuts, pieces: Bounds) -> None:
-        self.number = number
-        self.part = part
-        self.cuts = cuts
-        self.pieces = pieces
+    number: int
+    part: Part
+    cuts: Cuts
+    pieces: Bounds
 
     @property
     def nbytes(self) -> torch.Tensor:
@@ -109,7 +108,7 @@ class _Column:
 
     def at(self, rows: torch.Tensor) -> _Column:
         """Return some of them."""
-        return _Column(self.number, self.part, self.cuts.at(rows), self.pieces)
+        return self._replace(cuts=self.cuts.at(rows))
 
     def rows_of(self, peers: torch.Tensor) -> Cuts:
         """Return the boxes of some of the peers that have one."""

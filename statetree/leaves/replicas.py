@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +27,13 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 
+@dataclass(slots=True, eq=False)
 class TreeParts:
-    """A tree taken apart, from ``take_apart``.
+    """A tree taken apart, from ``take_apart``."""
 
-    Attributes:
-        verb: On whose behalf, for messages.
-        spec: The tree's structure.
-        unpacked: Its leaves.
-    """
-
-    def __init__(self, verb: str, spec: TreeSpec, unpacked: Unpacked) -> None:
-        self.verb = verb
-        self.spec = spec
-        self.unpacked = unpacked
+    verb: str  # on whose behalf, for messages
+    spec: TreeSpec  # the tree's structure
+    unpacked: Unpacked  # its leaves
 
     @property
     @quietly
