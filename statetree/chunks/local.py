@@ -116,11 +116,10 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
     listed = list((value if local is None else local).__create_chunk_list__())
     is_only = local is not None and not hasattr(local, "__get_tensor_shard__")
     if is_only and (len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed)):
-        msg = (
+        raise UnsupportedLeaf(
             "the local tensor of the leaf at %PATH% lists chunks that are not all of the tensor: expected one of "
             f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
         )
-        raise UnsupportedLeaf(msg)
     found: list[tuple[Box, torch.Tensor]] = []
     for number, chunk in enumerate(listed):
         piece = local if is_only else value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
@@ -141,11 +140,10 @@ def chunks_at(
         box = Box.at(start, tensor.shape)
         is_inside = len(start) == len(shape) == tensor.dim() and min(start, default=0) >= 0
         if not is_inside or any(map(gt, box.stop, shape)):
-            msg = (
+            raise UnsupportedLeaf(
                 f"a chunk of the leaf at %PATH% lies outside of its tensor: expected one in {tuple(shape)}, got "
                 f"{tuple(tensor.shape)} at {tuple(start)}. Correct the leaf type."
             )
-            raise UnsupportedLeaf(msg)
         found.append((box, tensor))
     return checked_chunks(value, tuple(shape), dtype, found)
 
@@ -158,11 +156,10 @@ def checked_chunks(
     pieces = [piece.detach() for box, piece in found if box.volume]
     for box, piece in zip(boxes, pieces, strict=True):
         if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
-            msg = (
+            raise UnsupportedLeaf(
                 f"a chunk of the leaf at %PATH% is not what its leaf type says: expected {dtype} {box.sizes}, got "
                 f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
             )
-            raise UnsupportedLeaf(msg)
     if len(set(boxes)) < len(boxes):
         msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
         raise UnsupportedLeaf(msg)

@@ -140,8 +140,7 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
             first.add_note(f"statetree: raised on {ranks_named(ranks)}")
         raise first
     lines = [f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}" for rank in ranks]
-    msg = f"{verb}: it failed on other ranks: {shown(lines)}"
-    raise CheckpointError(msg) from own
+    raise CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}") from own
 
 
 def _sent_error(error: BaseException) -> bytes:

@@ -179,11 +179,10 @@ def _shortened(failure: BaseException) -> str:
 
 def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
     told = [(_text(text), ranks) for text, ranks in group.told_once(_bytes(options), most=_MOST_TOLD)]
-    msg = (
+    return RankMismatch(
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
     )
-    return RankMismatch(msg)
 
 
 def _leaves_first(path: str) -> tuple[bool, str]:
@@ -215,11 +214,10 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
         if len(found) > 1:
             break
     texts = [(_text(text), ranks) for text, ranks in found]
-    msg = (
+    return RankMismatch(
         f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "
         f"Nothing was moved. {remedy}"
     )
-    return RankMismatch(msg)
 
 
 def _first_place(group: Group, lines: Sequence[Entry] | None) -> int:

@@ -112,11 +112,10 @@ def _device(verb: str, name: str) -> torch.device:
     if name != device.type:
         count = torch.get_device_module(device.type).device_count()
         if count <= device.index:
-            msg = (
+            raise UnsupportedLeaf(
                 f"{verb}: the source's tensors lie on several devices: expected {device} on every rank, got {count} of "
                 "its type. Bring them to one device first."
             )
-            raise UnsupportedLeaf(msg)
     return device
 
 
@@ -264,11 +263,10 @@ def read_description(verb: str, text: bytes) -> Description:
     try:
         found = pickle.loads(text)
     except Exception as error:
-        msg = (
+        raise RankMismatch(
             f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
             "on every rank."
-        )
-        raise RankMismatch(msg) from error
+        ) from error
     if isinstance(found, StateTreeError):
         raise found
     assert isinstance(found, Description)

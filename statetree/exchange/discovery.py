@@ -116,11 +116,10 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
 def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[bool]) -> RankMismatch:
     path, other = manifest.path(index), manifest.path(first)
     where = ranks_named([rank for rank, found in enumerate(tied) if found])
-    msg = (
+    return RankMismatch(
         f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {other} "
         f"on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
     )
-    return RankMismatch(msg)
 
 
 class Way(NamedTuple):

@@ -86,12 +86,10 @@ class Exchange(Call):
             self.executor = self._preparation.begin(self)
         bucket_bytes = self.options.get("bucket_bytes", 1)
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            msg = f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
-            raise ValueError(msg)
+            raise ValueError(f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}.")
         replicas = self.options.get("replicas", "check")
         if not isinstance(replicas, str) or replicas not in ("check", "first"):
-            msg = f'{self.verb}: replicas must be "check" or "first", got {replicas!r}.'
-            raise ValueError(msg)
+            raise ValueError(f'{self.verb}: replicas must be "check" or "first", got {replicas!r}.')
 
     @property
     def bucket_bytes(self) -> int:

@@ -252,11 +252,10 @@ class Group(Ranks):
 
     def _not_answered(self, error: RuntimeError) -> RankMismatch:
         limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
-        msg = (
+        return RankMismatch(
             f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
             f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
         )
-        return RankMismatch(msg)
 
 
 def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:
@@ -276,11 +275,10 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         msg = f"{verb}: the process group was destroyed: expected one that lasts. Make another one."
         raise RankMismatch(msg) from None
     if rank < 0:
-        msg = (
+        raise RankMismatch(
             f"{verb}: this process (global rank {dist.get_rank()}) is not in the group: expected a call from the "
             "group's ranks only. Leave the call out on other ranks."
         )
-        raise RankMismatch(msg)
     known: Any = dist.group.WORLD if given is None else given
     return Group(known, rank, dist.get_process_group_ranks(known), verb, timeout)
 

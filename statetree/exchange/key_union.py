@@ -118,11 +118,10 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
             chunks[index] = partly_held(leaf, first.text) if here is not None else absent
     divided = sorted({name for outline in outlines for name in outline.divided})
     if divided:
-        msg = (
+        raise UnsupportedLeaf(
             f"{manifest.verb}: the leaf at {divided[0]} is "
             "made of several distributed tensors: expected the same keys on every rank then. Take it apart first."
         )
-        raise UnsupportedLeaf(msg)
     manifest.outline, manifest.outer = Outline(union.spec, {}), leaves
     manifest.replace(union.spec, leaves, chunks)
 
@@ -133,11 +132,10 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
         texts[found.text] += ranks[number]
     if len(texts) > 1:
         held = "; ".join(f"{text} on {ranks_named(sorted(where))}" for text, where in texts.items())
-        msg = (
+        raise RankMismatch(
             f"{verb}: the ranks do not hold the same at {path or '<root>'}: expected one layout, got {shown([held])}. "
             "Nothing was moved. Pass trees whose leaves have the same shapes and dtypes wherever ranks hold them."
         )
-        raise RankMismatch(msg)
     first = next(iter(told.values()))
     if len(told) < len(ranks) and (first.summed or (first.absent is None and first.text != PLAIN)):
         what = f"{first.text} in partial values" if first.summed else first.text

@@ -323,11 +323,10 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     else:  # leaves of other types are divided if there are distributed tensors inside
         hides = (leaf_type.opaque or leaf_type.native) and hides_distributed(leaf)
     if hides:
-        msg = (
+        raise UnsupportedLeaf(
             f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
             "leaf of its own. Register the class as a container, or give it a leaf type."
         )
-        raise UnsupportedLeaf(msg)
     return None
 
 

@@ -199,10 +199,9 @@ def told_apart(
 def _unlike(manifest: Manifest, index: int, ranks: Sequence[Sequence[int]], count: int) -> RankMismatch:
     path = manifest.path(index)
     more = "" if count == 1 else f" (and at {count - 1} more paths at least)"
-    msg = (
+    return RankMismatch(
         f"{manifest.verb}: the ranks hold the leaf at {path or '<root>'} over meshes of their own, and not the same in "
         f"each{more}: expected copies with the same bytes, got different ones on "
         f"{' and on '.join(map(ranks_named, ranks))}. Nothing was moved. Give different tensors different paths, or "
         'pass the group of one mesh. With replicas="first", gather and reshard take what the first mesh holds.'
     )
-    return RankMismatch(msg)

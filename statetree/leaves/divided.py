@@ -142,11 +142,10 @@ class Recipe:
 
     def _misfit(self, expected: str, got: Any) -> UnsupportedLeaf:
         cls = type(self.leaf).__qualname__
-        msg = (
+        return UnsupportedLeaf(
             f"the leaf at %PATH% ({cls}) is not whole when it is packed of whole parts: expected {expected}, got "
             f"{got}. Let its leaf type take shapes and offsets from the parts (see reshaped)."
         )
-        return UnsupportedLeaf(msg)
 
 
 def _given(old: Any, new: Any) -> Any:

@@ -52,8 +52,7 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
         True
     """
     if not inspect.isclass(cls):
-        msg = f"register_leaf_type: expected a class, got {cls!r}."
-        raise TypeError(msg)
+        raise TypeError(f"register_leaf_type: expected a class, got {cls!r}.")
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
     adapted = given is None or isinstance(given, EngineLeafType)
     if not adapted and not _has_both(given):
@@ -139,7 +138,6 @@ def _chunked(part: Any, row: Chunks) -> ListedPart:
 
 
 def _misfit(what: str, expected: str, got: int) -> UnsupportedLeaf:
-    msg = (
+    return UnsupportedLeaf(
         f"the layout of the leaf at %PATH% does not fit {what}: expected {expected}, got {got}. Correct its leaf type."
     )
-    return UnsupportedLeaf(msg)

@@ -40,8 +40,7 @@ class AxisPart(LeafPart):
         everyone = own_ranks()
         alone = leaf_type.local_chunks(leaf, Ranks(0, [everyone.global_ranks[everyone.rank]]))
         if alone.partials is not None:
-            msg = "the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first."
-            raise UnsupportedLeaf(msg)
+            raise UnsupportedLeaf("the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first.")
         self.boxes: list[Box] = []
         tensors = []
         if 0 in sizes:

@@ -98,11 +98,10 @@ class DTensorType(EngineLeafType):
         if may_list and hasattr(local, "__create_chunk_list__"):
             return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
-            msg = (
+            raise UnsupportedLeaf(
                 f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "
                 f"{type(local).__qualname__}. Move it before it is converted, or convert it back first."
             )
-            raise UnsupportedLeaf(msg)
         shape, dtype = tuple(value.shape), local.dtype
         key = (id(spec.mesh), spec.placements, spec.shard_order, shape, dtype, local.is_meta)
         known = ranks.memo.get(key)
@@ -114,11 +113,10 @@ class DTensorType(EngineLeafType):
         pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, boxes)
         if pieces is None:
             held = tuple([box.sizes for box in boxes])
-            msg = (
+            raise UnsupportedLeaf(
                 f"the local tensor of the leaf at %PATH% does not fit its placements {value.placements}: expected the "
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
-            raise UnsupportedLeaf(msg)
         return known.chunks._replace(pieces=pieces, tie=location_of(local), device=local.device.type)
 
 
@@ -181,11 +179,10 @@ def _partials(
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
     if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
-        msg = (
+        raise UnsupportedLeaf(
             f"cannot reduce the leaf at %PATH%: expected Partial by one of {', '.join(sorted(REDUCTIONS))} of a dtype "
             f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
         )
-        raise UnsupportedLeaf(msg)
     places = torch.arange(len(members)).view(mesh_shape).movedim(summed, list(range(len(summed))))
     rows = places.reshape(prod(mesh_shape[dim] for dim in summed), -1)
     held = [torch.full((len(members),), -1).index_copy_(0, row, torch.tensor(members)[row]) for row in rows]
@@ -222,11 +219,10 @@ class MeshPart(LeafPart):
         mesh_shape, digest, _, members, _ = ranks.positions(spec.mesh)
         splits, summed = _splits(spec)
         if summed:
-            msg = (
+            raise UnsupportedLeaf(
                 f"the leaf at %PATH% has the placements {spec.placements}, and its local tensor is made of several: "
                 "expected no Partial. Redistribute it first."
             )
-            raise UnsupportedLeaf(msg)
         cuts = list(enumerate(self.cuts))
         own = tuple([s._replace(dim=d) for s in splits for d, cut in cuts if cut is not None and cut.dim == s.dim])
         if own == splits and self.steps == self.shape:  # as a DTensor would be: it may be tied to one
@@ -240,12 +236,11 @@ class MeshPart(LeafPart):
         boxes = known.boxes
         pieces = local_pieces(tensor, boxes) if boxes else []
         if pieces is None:
-            msg = (
+            raise UnsupportedLeaf(
                 "the local tensor of the leaf at %PATH% does not fit its placements: expected an inner tensor of "
                 f"the shape of {tuple([box.sizes for box in boxes])}, got {tuple(tensor.shape)}. Make it with "
                 "from_local(shape=...)."
             )
-            raise UnsupportedLeaf(msg)
         return known._replace(pieces=pieces, tie=location_of(tensor), device=tensor.device.type)
 
     def _layout(self, splits: Sequence[Split], layout: ChunkLayout) -> ChunkLayout:
@@ -263,11 +258,10 @@ class MeshPart(LeafPart):
         return ChunkLayout(self.shape, layout.ranks, starts // over, stops // over)
 
     def _across_blocks(self) -> UnsupportedLeaf:
-        msg = (
+        return UnsupportedLeaf(
             f"the leaf at %PATH% has blocks of elements that lie on several ranks ({self.spec.placements}): expected "
             "rows that the blocks divide, sharded along dim 0. Choose such sizes."
         )
-        return UnsupportedLeaf(msg)
 
 
 def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], MeshPart]:

@@ -68,11 +68,10 @@ class ListedPart(LeafPart):
         is_listed: bool = False,
     ) -> None:
         if not tensors:
-            msg = (
+            raise UnsupportedLeaf(
                 "the dtype of the leaf at %PATH% is not known: expected an empty tensor in the list of chunks of a "
                 "rank that holds none. Correct its leaf type."
             )
-            raise UnsupportedLeaf(msg)
         super().__init__(tensors, tensors[0].dtype, shape)
         self.offsets = offsets
         self.is_listed = is_listed

@@ -157,11 +157,10 @@ class UntraceableType(EngineLeafType):
 
     def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__
-        msg = (
+        raise UnsupportedLeaf(
             f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
             f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
         )
-        raise UnsupportedLeaf(msg)
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         self.contents(value)
