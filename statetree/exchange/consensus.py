@@ -185,10 +185,6 @@ def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
     )
 
 
-def _leaves_first(path: str) -> tuple[bool, str]:
-    return (path.endswith(CONTAINER), path)
-
-
 def _by_text(told: Sequence[tuple[str, Sequence[int]]]) -> str:
     """Say which ranks hold which text."""
     return "; ".join(f"{text} on {ranks_named(ranks)}" for text, ranks in told)
@@ -207,7 +203,7 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
     own = dict(lines)
     found: list[tuple[bytes, list[int]]] = []
     first = ""
-    candidates = sorted((_text(path) for path, _ in named), key=_leaves_first)
+    candidates = sorted((_text(path) for path, _ in named), key=lambda path: (path.endswith(CONTAINER), path))
     for path in [*candidates, *candidates[:1]]:  # the last where all entries are the same, but not in the same order
         text = _bytes(own.get(path, "nothing")) if holds else None
         first, found = path, group.told_once(text, most=_MOST_TOLD)

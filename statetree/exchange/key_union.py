@@ -60,7 +60,9 @@ def unite(call: Call, manifest: Manifest) -> None:
         RankMismatch: If ranks hold different containers or leaves in one place.
         UnsupportedLeaf: If only some ranks hold a leaf that cannot be sent.
     """
-    outline = _outline_of(manifest)
+    entries = zip(manifest.order, manifest.entries(), strict=False)  # of the leaves: those of containers follow
+    told = [_told(manifest, index, entry.text) for index, entry in entries]
+    outline = _HeldKeys(manifest.spec, told, sorted(map(str, manifest.recipes)))
     paths = manifest.spec.paths()
     plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
     values = [manifest.leaves[index] for index in plain]
@@ -68,15 +70,9 @@ def unite(call: Call, manifest: Manifest) -> None:
     alike = text_digest([str(part) for entry in manifest.entries() for part in entry])
     call.agree(Fingerprint(f"keys of {call.described()}"))
     call.expect()
-    told = call.group.told_once(text, alike=alike)
-    if len(told) > 1:  # read after all were sent: that may fail on some ranks only
-        _merge(manifest, [pickle.loads(said) for said, _ in told], [ranks for _, ranks in told], call.group.rank)
-
-
-def _outline_of(manifest: Manifest) -> _HeldKeys:
-    texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
-    told = [_told(manifest, index, texts[index]) for index in manifest.order]
-    return _HeldKeys(manifest.spec, told, sorted(map(str, manifest.recipes)))
+    heard = call.group.told_once(text, alike=alike)
+    if len(heard) > 1:  # read after all were sent: that may fail on some ranks only
+        _merge(manifest, [pickle.loads(said) for said, _ in heard], [ranks for _, ranks in heard], call.group.rank)
 
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:
