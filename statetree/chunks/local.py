@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.chunks.boxes import Box, Interval
+from statetree.chunks.boxes import Box, Interval, cut_out
 from statetree.errors import UnsupportedLeaf
 from statetree.torch_internals import storage_key
 
@@ -99,10 +99,8 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
         offsets.append(placed)
     pieces = []
     for box in boxes:
-        piece = local
-        for dim, (start, stop) in enumerate(zip(*box, strict=True)):
-            piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
-        pieces.append(piece)
+        start = [placed[bounds] for placed, bounds in zip(offsets, zip(*box, strict=True), strict=True)]
+        pieces.append(cut_out(local, start, box.sizes))
     return pieces
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from operator import sub
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box, whole_box
+from statetree.chunks.boxes import Box, cut_out, whole_box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
@@ -142,7 +143,8 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         for (box, part), weight in held.in_common.items():
             piece = pieces[box]
             if not piece.is_meta and holds_memory(piece):  # otherwise there are no elements, and nothing is read
-                number = chunk_number(_within(piece, box, part), part, chunks.shape)
+                own = cut_out(piece, (*map(sub, part.start, box.start),), part.sizes)
+                number = chunk_number(own, part, chunks.shape)
                 found[place].append((part, number))
                 total += weight * number
         sums[place] = signed(total)
@@ -156,13 +158,6 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
             (differing,) = told_apart(call.group, found[first + place : first + place + 1])
             if differing:  # and not only a rank without elements
                 raise _unlike(manifest, list(compared)[first + place], differing[0][1], len(unlike))
-
-
-def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """Return a part of the tensor of a box."""
-    for dim, (first, start, stop) in enumerate(zip(box.start, part.start, part.stop, strict=True)):
-        piece = piece.narrow(dim, start - first, stop - start)
-    return piece
 
 
 def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:

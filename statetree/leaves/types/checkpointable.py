@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, cut_out
 from statetree.chunks.local import checked_chunks
 from statetree.errors import UnsupportedLeaf
 
@@ -41,10 +41,7 @@ def shards_of(value: Any) -> LocalChunks:
             raise _misfit(f"shards inside of global_shape {shape}, got sizes {sizes} at {start}")
         if not _lies_in(first, sizes, tuple(value.shape)):
             raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
-        piece = value.detach()
-        for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
-            piece = piece.narrow(dim, offset, size)
-        found.append((Box.at(start, sizes), piece))
+        found.append((Box.at(start, sizes), cut_out(value.detach(), first, sizes)))
     return checked_chunks(value, shape, value.dtype, found)
 
 
