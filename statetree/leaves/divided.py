@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import LeafPart, ListedPart
 from statetree.leaves.location import located_error
 from statetree.leaves.replicas import replicated
-from statetree.leaves.types.part import LeafPart, ListedPart
 from statetree.spans.memory import Memory
 from statetree.tree.registry import register_container
 

@@ -17,11 +17,11 @@ from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
+from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.part import LeafPart, WholePart
 from statetree.spans.bits import as_plain
 from statetree.spans.sums import ALL, whole_sums
 

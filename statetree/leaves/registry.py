@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType
+from statetree.leaves.engine_type import EngineLeafType, ListedPart
 from statetree.leaves.leaf_type import LeafType
-from statetree.leaves.types.part import ListedPart
 from statetree.tree.registry import declare_leaf_class
 
 if TYPE_CHECKING:

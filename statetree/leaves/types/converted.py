@@ -15,8 +15,7 @@ from statetree.chunks.layouts import add_interval
 from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType
-from statetree.leaves.types.part import LeafPart
+from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType
-from statetree.leaves.types.part import LeafPart
+from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 
 if TYPE_CHECKING:
