@@ -7,6 +7,7 @@ the other where both are contiguous. While one round is under way, the next is p
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES: Final = 64 << 20
 #: Rounds with up to so many places are kept for the next run.
 _MAX_KEPT: Final = 100_000
+#: For so many rounds memory is taken in advance. Later ones are much alike.
+_MAX_SIZED: Final = 1000
 
 
 class Pieces(NamedTuple):
@@ -105,12 +108,12 @@ class BucketedPlan:
     def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
         """Return how many bytes two buckets take in which rounds are packed in turn, for ``pieces`` as for ``run``."""
         most = [0, 0]
-        for number, step in enumerate(self._steps()):
+        for number, step in enumerate(islice(self._steps(), _MAX_SIZED)):
             most[number % 2] = max(most[number % 2], _bytes_of(step, pieces, device))
         return most[0], most[1]
 
     def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
-        """Move everything. Nothing is checked and no memory taken: the ranks have agreed.
+        """Move everything. Nothing is checked and (but for very many rounds) no memory taken: the ranks have agreed.
 
         Args:
             pieces: This rank's tensors, for each move.
@@ -118,9 +121,14 @@ class BucketedPlan:
             executor: Copies, sends and waits.
             buckets: What ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
         """
+        taken = list(buckets)
         finish: Callable[[], None] | None = None
         for number, step in enumerate(self._steps()):
-            under_way = _start(step, buckets[number % 2], pieces, group, executor)
+            if number >= _MAX_SIZED:
+                need = _bytes_of(step, pieces, taken[number % 2].device)  # not known in advance
+                if need > taken[number % 2].numel():
+                    taken[number % 2] = taken[number % 2].new_empty(need)
+            under_way = _start(step, taken[number % 2], pieces, group, executor)
             if finish is not None:
                 finish()
             _copy_here(step, pieces, executor)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange import transfers
+from statetree.exchange import buckets, transfers
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import attempt, check_in_step
+from tests.collectives.checks import attempt, check_in_step, check_same
 from tests.pace import units
 
 PACKAGE = Path(statetree.__file__).parent
@@ -115,6 +115,23 @@ def exhaust(verb):
             assert "rank 1 failed: " in message
             assert "MemoryError: " in message
     raise AssertionError("it never succeeds")
+
+
+def go_on_beyond():
+    """Move in more rounds than memory is taken for in advance, of which the later ones need more."""
+    tree = {"a": Layout((2, 3), everyone(), ("S0",)).build(), **make_tree()}
+    expected = statetree.gather(tree)
+    before, buckets._MAX_SIZED = buckets._MAX_SIZED, 1
+    transfers._PLANNED.clear()
+    try:
+        for nbytes in (200_000, 1 << 20):
+            check_same(statetree.gather(tree, bucket_bytes=nbytes), expected)
+    finally:
+        buckets._MAX_SIZED = before
+
+
+def test_there_may_be_more_rounds_than_are_sized_in_advance():
+    run_ranks(2, go_on_beyond)
 
 
 @pytest.mark.slow
