@@ -10,6 +10,7 @@ import torch
 
 import statetree as st
 from statetree.errors import CheckpointError, TreeMismatch, UnsupportedLeaf
+from statetree.files import publishing
 from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
 from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
@@ -370,6 +371,22 @@ def test_saving_replaces_whole_files(tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         st.save({"w": bits(4)}, tmp_path / "a.pt", overwrite=False)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_directory_is_replaced_in_one_step_where_the_system_can(tmp_path, monkeypatch):
+    def save(start):
+        st.save({"w": bits(4, start=start), "v": bits(4)}, tmp_path / "a")
+        assert torch.equal(open_file(tmp_path / "a")["w"].read(), bits(4, start=start))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+    save(0)
+    (tmp_path / "a").chmod(0o750)
+    with monkeypatch.context() as patched:
+        patched.setattr(publishing, "_publish", None)  # which has a moment with neither
+        save(1)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o750
+    monkeypatch.setattr(publishing, "_exchanged", lambda *_: False)
+    save(2)
 
 
 def test_other_formats_can_be_registered(tmp_path):
