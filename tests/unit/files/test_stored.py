@@ -10,8 +10,7 @@ import torch
 
 import statetree as st
 from statetree.errors import CheckpointError, TreeMismatch, UnsupportedLeaf
-from statetree.files import publishing
-from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
+from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, publishing, register_format
 from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
