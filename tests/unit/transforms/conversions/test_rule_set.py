@@ -192,7 +192,7 @@ def test_everything_that_does_not_fit_is_said_at_once():
         ({"experts.0.w": ramp(2), "experts.x.w": ramp(2)}, "rules differs at experts.x.w: expected one .* got none"),
         (
             {"experts.0.w": ramp(2, 2)},
-            r"sizes differs at experts.0.w: .*got \(2, 2\) in experts.{e}.w, where f belongs",
+            r"sizes do not fit at experts.0.w: .*got \(2, 2\) in experts.{e}.w, where f belongs",
         ),
     ],
     ids=["missing", "shape", "word", "dims"],
