@@ -162,7 +162,9 @@ def _tensors(tree: Any) -> dict[str, Any]:
         lines = [f"{printable(key)}: {reason}" for key, reason in list(why.items())[:10]]
         more = [f"… and {len(why) - 10} more"] * (len(why) > 10)
         msg = "save: safetensors files hold only tensors, and not of all kinds: got\n  " + "\n  ".join([*lines, *more])
-        raise CheckpointError(msg + "\nLeave them out (select; convert: --match, --drop-values), convert them, or choose another format.")
+        raise CheckpointError(
+            msg + "\nLeave them out (select; convert: --match, --drop-values), or choose another format."
+        )
     return flat
 
 

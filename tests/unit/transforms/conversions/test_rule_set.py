@@ -189,7 +189,7 @@ def test_everything_that_does_not_fit_is_said_at_once():
             {"experts.0.w": ramp(2), "experts.1.w": ramp(3)},
             r"shape differs at experts.1.w: expected \(2,\), as experts.0",
         ),
-        ({"experts.0.w": ramp(2), "experts.x.w": ramp(2)}, "rules differs at experts.x.w: expected one .* got none"),
+        ({"experts.0.w": ramp(2), "experts.x.w": ramp(2)}, "rules do not fit at experts.x.w: expected one .* got none"),
         (
             {"experts.0.w": ramp(2, 2)},
             r"sizes do not fit at experts.0.w: .*got \(2, 2\) in experts.{e}.w, where f belongs",
@@ -269,7 +269,7 @@ def test_what_is_no_rule_is_refused(rule):
     ids=str,
 )
 def test_rules_that_lose_something_are_refused(rule, message):
-    with pytest.raises(ValueError, match=f"Conversion: the rule .* is not valid: .*{message}".replace("{i}", "\\{i\\}")):
+    with pytest.raises(ValueError, match=f"the rule .* is not valid: .*{message}".replace("{i}", "\\{i\\}")):
         st.Conversion([rule])
 
 
