@@ -111,7 +111,8 @@ def _missing(
         path, wanted = ours.paths[index], "present"
         if ours.keys[index] in inside or not path:
             is_empty = is_empty or leaves[index] in ([], ())
-            found.append(Difference(path, "structure", "several entries", f"one ({type(leaves[index]).__qualname__})"))
+            one = type(leaves[index]).__qualname__ + "; pass its state_dict()" * hasattr(leaves[index], "state_dict")
+            found.append(Difference(path, "structure", "several entries", f"one ({one})"))
             continue
         if other := by_name.get(ours.names[index]):
             alike = f"the checkpoint has {', '.join(map(exactly, other))}"

@@ -85,7 +85,7 @@ class Rule:
     def _refused(self, expected: str, got: str) -> ValueError:
         pattern = "" if self.pattern is None else f", {self.pattern!r}"
         rule = f"({list(self.left)}, {list(self.right)}{pattern})"
-        return ValueError(f"Conversion: the rule {rule} is none: expected {expected}, got {got}. Change it.")
+        return ValueError(f"Conversion: the rule {rule} is not valid: expected {expected}, got {got}. Change it.")
 
     def _slots(self, names: Sequence[str], tensors: Sequence[Dims | None], own: set[str]) -> list[Slot]:
         patterns = [NamePattern(name, own) for name in names]
@@ -115,7 +115,7 @@ class Rule:
         for ours, theirs in zip(*sides, strict=True):
             if ours != theirs:
                 odd = ", ".join(sorted(ours ^ theirs))
-                raise self._refused("the same axes on both sides", f"{odd} on one")
+                raise self._refused("the same axes on both sides", f"{odd} on one side only")
 
     def matches(self, name: str, *, back: bool = False) -> Iterator[tuple[Place, int, re.Match[str]]]:
         """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures."""
