@@ -60,7 +60,8 @@ def _told(found: Difference) -> str:
         return f"unexpected at {where}: expected nothing, got {found.left}."
     if found.kind in {"overlap", "ties", "writability"}:  # it is the right side that does not allow it
         return f"{found.kind} at {where}: {found.left} cannot go into {found.right}."
-    return f"{found.kind} differs at {where}: expected {found.right}, got {found.left}."
+    verb = "do not fit" if found.kind in {"rules", "sizes"} else "differs"  # of a conversion
+    return f"{found.kind} {verb} at {where}: expected {found.right}, got {found.left}."
 
 
 def harmless(text: str) -> str:

@@ -122,9 +122,7 @@ def _blocks_within(
     columns: list[list[_Cut]] = []
     order: list[int] = []
     for dim, first in enumerate(region.start):
-        along = sorted(
-            [axis for axis, its in enumerate(region.dims) if its == dim], key=lambda axis: -region.steps[axis]
-        )
+        along = region.axes_along(dim)
         steps = tuple([(region.steps[axis], sizes[axis]) for axis in along])
         columns.append(_cut_all(steps, starts[:, dim] - first, stops[:, dim] - first))
         order += along

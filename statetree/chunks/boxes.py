@@ -58,6 +58,13 @@ def common(box: Box, other: Box) -> Box | None:
     return Box(start, stop) if all(map(lt, start, stop)) else None
 
 
+def cut_out(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a view of the elements of a tensor that lie in a box."""
+    for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
+        tensor = tensor.narrow(dim, first, size)
+    return tensor
+
+
 def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:
     """Return into how many parts to cut each dim of boxes (rows of sizes) to get ``count`` slabs, or elements."""
     left = torch.full(sizes.shape[:1], count)

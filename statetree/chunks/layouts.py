@@ -48,7 +48,6 @@ class ChunkLayout:
         self.shape = tuple(shape)
         self.disjoint = disjoint
         self._boxes: dict[int, list[Box]] = {}
-        self._replicas: torch.Tensor | None = None
         self.blocks: dict[Any, ChunkLayout] = {}  # those of blocks in the tensor, as they were asked for
         self.ranks, self.starts, self.stops = ranks, starts, stops
 
@@ -66,7 +65,8 @@ class ChunkLayout:
     def distinct(self) -> Distinct:
         """The boxes, each once however many ranks hold it."""
         if self.disjoint or not self.shape:  # then boxes that begin alike are the same
-            corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
+            strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+            corners = (self.starts * torch.tensor(strides, dtype=torch.int64)).sum(1)
             if bool((corners[1:] > corners[:-1]).all()):
                 return Distinct(self.starts, self.stops, _numbers(len(corners)))
             found, which = torch.unique(corners, return_inverse=True)
@@ -93,19 +93,22 @@ class ChunkLayout:
 
     def replica_of(self, ranks: torch.Tensor) -> torch.Tensor:
         """Return for ranks how many of the holders of their first box come before them; their number without one."""
-        if self._replicas is None:
-            table = torch.arange(int(self.ranks.max()) + 1 if len(self.ranks) else 0)
-            holders = self.holders
-            position = torch.empty_like(self.ranks)
-            which = self.distinct.which[holders.order]
-            position[holders.order] = torch.arange(len(which)) - holders.first[which]
-            first = torch.ones(len(self.ranks), dtype=torch.bool)
-            first[1:] = self.ranks[1:] != self.ranks[:-1]
-            table[self.ranks[first]] = position[first]
-            self._replicas = table
         table = self._replicas
         known = ranks < len(table)
         return torch.where(known, table[ranks.where(known, torch.zeros_like(ranks))], ranks) if len(table) else ranks
+
+    @cached_property
+    def _replicas(self) -> torch.Tensor:
+        """What ``replica_of`` returns, for the ranks up to the last that holds anything."""
+        table = torch.arange(int(self.ranks.max()) + 1 if len(self.ranks) else 0)
+        order, holders_begin = self.holders.order, self.holders.first
+        which = self.distinct.which[order]
+        position = torch.empty_like(self.ranks)
+        position[order] = torch.arange(len(which)) - holders_begin[which]
+        first = torch.ones(len(self.ranks), dtype=torch.bool)
+        first[1:] = self.ranks[1:] != self.ranks[:-1]
+        table[self.ranks[first]] = position[first]
+        return table
 
     def held_by(self, rank: int) -> torch.Tensor:
         """Return the numbers of the distinct boxes that a rank holds, in the order of its rows."""
@@ -152,11 +155,6 @@ class ChunkLayout:
 def _numbers(count: int) -> torch.Tensor:
     """Return the numbers of rows: the same tensor for all layouts."""
     return torch.arange(count)
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    """Return how many elements apart neighbours in each dim are."""
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 class Distinct(NamedTuple):

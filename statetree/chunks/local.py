@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.chunks.boxes import Box, Interval
+from statetree.chunks.boxes import Box, Interval, cut_out
 from statetree.errors import UnsupportedLeaf
 from statetree.torch_internals import storage_key
 
@@ -27,13 +27,7 @@ class MeshSplits(NamedTuple):
 
 
 class MadePieces(Sequence["torch.Tensor"]):
-    """Pieces that are made of others, each when it is looked at and anew: all at a time would be another copy.
-
-    Args:
-        sources: What they are made of.
-        count: How many there are.
-        make: Makes one.
-    """
+    """Pieces that are made of others, each when it is looked at and anew: all at a time would be another copy."""
 
     def __init__(self, sources: Sequence[torch.Tensor], count: int, make: Callable[[int], torch.Tensor]) -> None:
         self.sources = sources
@@ -105,10 +99,8 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
         offsets.append(placed)
     pieces = []
     for box in boxes:
-        piece = local
-        for dim, (start, stop) in enumerate(zip(*box, strict=True)):
-            piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
-        pieces.append(piece)
+        start = [placed[bounds] for placed, bounds in zip(offsets, zip(*box, strict=True), strict=True)]
+        pieces.append(cut_out(local, start, box.sizes))
     return pieces
 
 
@@ -122,19 +114,15 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
     listed = list((value if local is None else local).__create_chunk_list__())
     is_only = local is not None and not hasattr(local, "__get_tensor_shard__")
     if is_only and (len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed)):
-        msg = (
+        raise UnsupportedLeaf(
             "the local tensor of the leaf at %PATH% lists chunks that are not all of the tensor: expected one of "
             f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
         )
-        raise UnsupportedLeaf(msg)
-    boxes: list[Box] = []
-    pieces: list[torch.Tensor] = []
+    found: list[tuple[Box, torch.Tensor]] = []
     for number, chunk in enumerate(listed):
         piece = local if is_only else value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
-        if all(chunk.sizes):
-            boxes.append(Box.at(chunk.offsets, chunk.sizes))
-            pieces.append(piece.detach())
-    return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
+        found.append((Box.at(chunk.offsets, chunk.sizes), piece))
+    return checked_chunks(value, tuple(value.shape), value.dtype, found)
 
 
 def chunks_at(
@@ -145,34 +133,31 @@ def chunks_at(
     offsets: Sequence[Sequence[int]],
 ) -> LocalChunks:
     """Return what is known of a distributed tensor of which this rank holds chunks that begin at some offsets."""
-    boxes: list[Box] = []
-    pieces: list[torch.Tensor] = []
+    found: list[tuple[Box, torch.Tensor]] = []
     for start, tensor in zip(offsets, tensors, strict=True):
+        box = Box.at(start, tensor.shape)
         is_inside = len(start) == len(shape) == tensor.dim() and min(start, default=0) >= 0
-        box = Box.at(start, tensor.shape) if is_inside else None
-        if box is None or any(map(gt, box.stop, shape)):
-            msg = (
+        if not is_inside or any(map(gt, box.stop, shape)):
+            raise UnsupportedLeaf(
                 f"a chunk of the leaf at %PATH% lies outside of its tensor: expected one in {tuple(shape)}, got "
                 f"{tuple(tensor.shape)} at {tuple(start)}. Correct the leaf type."
             )
-            raise UnsupportedLeaf(msg)
-        if tensor.numel():
-            boxes.append(box)
-            pieces.append(tensor.detach())
-    return checked_chunks(value, tuple(shape), dtype, boxes, pieces)
+        found.append((box, tensor))
+    return checked_chunks(value, tuple(shape), dtype, found)
 
 
 def checked_chunks(
-    value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
+    value: Any, shape: tuple[int, ...], dtype: torch.dtype, found: Sequence[tuple[Box, torch.Tensor]]
 ) -> LocalChunks:
-    """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
+    """Return what is known of a distributed tensor of which each rank knows its own (filled) chunks only."""
+    boxes = [box for box, _ in found if box.volume]
+    pieces = [piece.detach() for box, piece in found if box.volume]
     for box, piece in zip(boxes, pieces, strict=True):
         if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
-            msg = (
+            raise UnsupportedLeaf(
                 f"a chunk of the leaf at %PATH% is not what its leaf type says: expected {dtype} {box.sizes}, got "
                 f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
             )
-            raise UnsupportedLeaf(msg)
     if len(set(boxes)) < len(boxes):
         msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
         raise UnsupportedLeaf(msg)

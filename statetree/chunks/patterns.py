@@ -64,7 +64,7 @@ def parse_pattern(text: str) -> tuple[list[Dims], list[Dims]]:
 
 
 def _no_pattern(text: str, expected: str, got: str) -> ValueError:
-    return ValueError(f"Conversion: {text!r} is no pattern: expected {expected}, got {got}. See einops and einx.")
+    return ValueError(f"Conversion: {text!r} is not a pattern: expected {expected}, got {got}. See einops and einx.")
 
 
 def _split(tokens: Sequence[str], between: str) -> Iterator[Sequence[str]]:

@@ -58,20 +58,12 @@ class Found(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        differences: What differs: of structure, a thousand at most.
-        num_found: How many differences there are.
-        num_compared: How many entries were compared.
-        undecided: Those of which too little is known.
-        notes: What else there is to say.
-    """
-
-    differences: list[Found]
-    num_found: int
-    num_compared: int
-    undecided: list[str]
+    differences: list[Found]  # what differs: of structure, a thousand at most
+    num_found: int  # how many differences there are
+    num_compared: int  # how many entries were compared
+    undecided: list[str]  # those of which too little is known
     notes: list[str]
 
     @property

@@ -77,7 +77,11 @@ def _conformance(kind: str, found: Any) -> int:
 
     report = conformance(**{kind: found})
     for fault, said in ((verdict.fault, verdict.said) for verdict in report.verdicts if verdict.outcome == "FAILS"):
-        _tell(f"fails where {fault.name}: {fault.statement}\n  Noticed: {said}", fault.source, f" (call {fault.name})")
+        _tell(
+            f"fails where {fault.name}: {fault.statement}\n  Noticed: {said}",
+            fault.source,
+            f" (call {fault.name} with your {fault.kind})",
+        )
     refused = [verdict.fault.name for verdict in report.verdicts if verdict.outcome == "refuses"]
     click.echo(f"\n{len(report.failed)} of {len(report.verdicts)} checks found a result that is silently wrong.")
     click.echo(f"Refused with an error: {', '.join(refused) or 'nothing'}.")

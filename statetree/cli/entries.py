@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.cli.rows import Listing, Row, labels_of
@@ -74,6 +75,8 @@ class Choice(NamedTuple):
 def listing_of(checkpoint: OpenedCheckpoint, choice: Choice) -> Listing:
     """Return what a checkpoint holds, as far as it is looked at."""
     (chosen,) = choice.of(checkpoint.tree)
+    with suppress(CheckpointError):  # opens all files, so that their bytes count: what is missing, --verify tells
+        checkpoint.check()
     rows = rows_of(chosen, entries_of(checkpoint.tree))
     return Listing(checkpoint.title, checkpoint.files.nbytes, rows, checkpoint.metadata, checkpoint.foreign)
 

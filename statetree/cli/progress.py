@@ -24,11 +24,7 @@ T = TypeVar("T")
 def progress(label: str, total: int, done: Callable[[], int], text: Callable[[int], str] = human) -> Iterator[None]:
     """Show, while the block runs, how much is done of a total: on standard error, if that is a terminal.
 
-    Args:
-        label: What is being done.
-        total: How much there is to do.
-        done: How much is done. A thread of its own calls it.
-        text: A number in words.
+    ``done`` is called by a thread of its own.
     """
     stream = sys.stderr
     if not stream.isatty() or not total or os.environ.get("TERM") == "dumb":

@@ -22,31 +22,21 @@ def plural(count: int, noun: str) -> str:
 
 @dataclass
 class Row:
-    """One entry, as it is shown.
-
-    Attributes:
-        labels: The parts of its key, which no other entry has.
-        kind: ``tensor``, the layout of one that is not strided, or ``value``.
-        dtype: Its dtype, or the type of a plain value, whose ``text`` is the value in words.
-        own_bytes: How many of its bytes no row before it has.
-        layout: What is special about its strides.
-        tied_to: The key of the first entry that it shares bytes with; empty for that entry, and without ties.
-        num_tied: How many entries share bytes with it, if it is the first one of them.
-    """
+    """One entry, as it is shown."""
 
     key: str
-    labels: tuple[str, ...]
-    kind: str
-    dtype: str
+    labels: tuple[str, ...]  # the parts of its key, which no other entry has
+    kind: str  # `tensor`, the layout of one that is not strided, or `value`
+    dtype: str  # its dtype, or the type of a plain value, whose `text` is the value in words
     shape: tuple[int, ...] = ()
     nbytes: int = 0
     numel: int = 0
-    own_bytes: int = 0
+    own_bytes: int = 0  # how many of its bytes no row before it has
     text: str = ""
-    layout: str = ""
+    layout: str = ""  # what is special about its strides
     leaf: Any = None
-    tied_to: str = ""
-    num_tied: int = 0
+    tied_to: str = ""  # the key of the first entry that it shares bytes with; empty for that entry, and without ties
+    num_tied: int = 0  # how many entries share bytes with it, if it is the first one of them
 
     @property
     def cells(self) -> tuple[str, str]:

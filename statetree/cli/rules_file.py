@@ -24,11 +24,7 @@ _RULE_KEYS: Final = {"left", "right", "pattern"}
 
 
 def read_rules(path: Path, *, inverse: bool) -> Conversion:
-    """Return the conversion that a TOML file describes: ``[[rules]]``, ``[sizes]``, ``ignore`` and ``strict``.
-
-    Raises:
-        CheckpointError: If it cannot be read, or describes none.
-    """
+    """Return the conversion that a TOML file describes: ``[[rules]]``, ``[sizes]``, ``ignore`` and ``strict``."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -41,7 +37,7 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
         raise _refused(path, "expected [[rules]], each with left and right")
     unknown = sorted({*given} - _KEYS | {key for rule in rules for key in rule.keys() - _RULE_KEYS})
     if unknown:
-        raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got {', '.join(unknown)}")
+        raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got the key {', '.join(unknown)}")
     sizes, ignore = given.get("sizes", {}), given.get("ignore", [])
     if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
         raise _refused(path, "expected whole numbers as sizes")
@@ -56,7 +52,7 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
 
 
 def _refused(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"convert: the rules of {path} are none: {what}")
+    return CheckpointError(f"convert: {path} holds no valid rules: {what}")
 
 
 def copy_others(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[str]:

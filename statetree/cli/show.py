@@ -35,11 +35,7 @@ class ShowOptions(NamedTuple):
 
 
 def show_values(path: Path, tree: Any, key: str) -> None:
-    """Print the elements of one tensor as torch does, or a plain value.
-
-    Raises:
-        CheckpointError: If there is none of this key.
-    """
+    """Print the elements of one tensor as torch does, or a plain value; ``CheckpointError`` if there is no such key."""
     found = {entry.key: entry.leaf for entry in entries_of(tree)}
     if key not in found:
         near = get_close_matches(key, found, 1)
@@ -140,11 +136,7 @@ def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
 
 
 def verified(checkpoint: OpenedCheckpoint) -> str:
-    """Compare the checksums that a checkpoint has, and return in words how many agree.
-
-    Raises:
-        CheckpointError: If one does not.
-    """
+    """Compare a checkpoint's checksums, and return in words how many agree; ``CheckpointError`` if one does not."""
     count = checkpoint.verify()
     if not count:
         return f"not verified: a {checkpoint.title} stores no checksums. Keep some apart (sha256sum)."

@@ -9,14 +9,12 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
   ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.
   ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.
-- ``state_entries``: the entries of a tree, with DCP's keys, and what is saved of each. ``plain_values``: values as
-  data.
+- ``state_entries``: the entries of a tree, with DCP's keys, and what is saved of each.
 - ``saved_structure``: a ``TreeSpec`` as text, and back.
 - ``data_writer``: the files that a rank writes, or links where they hold that already.
 - ``stored_directory``: directories as a format of ``statetree.files``; ``stored_parts``: leaves saved in parts.
 - ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files.
-- ``groups``: the ranks, what they decide together, and their errors. ``internals``: the private parts of
-  DCP that are used.
+- ``groups``: the ranks, what they decide together, and their errors.
 """
 
 from statetree.dcp.async_stager import AsyncStager

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.groups import from_all, group_for, ranks_of
-from statetree.dcp.internals import count_groups, is_alive, new_gloo_group
+from statetree.dcp.groups import count_groups, from_all, group_for, is_alive, new_gloo_group, ranks_of
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, clear_frames
 from statetree.exchange.call import on_all_ranks

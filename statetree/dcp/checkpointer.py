@@ -19,10 +19,10 @@ from statetree.dcp.saving import WriteOptions
 from statetree.dcp.schedule import Schedule
 from statetree.dcp.series import Kept, Series, bytes_in
 from statetree.dcp.stateful import StatefulTree
-from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
+from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import phase, renew_after_fork
-from statetree.errors import CheckpointError, StateTreeError
+from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.files.loading import LoadOptions
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
@@ -265,8 +265,9 @@ class Checkpointer(Schedule):
 
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
-                as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``, and where
-                that lacks a path, whole tensors on the CPU (nothing with ``where``).
+                as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``. Where
+                that lacks a path (nothing with ``where``), an optimizer gets what has the shape of a distributed
+                parameter in the layout of this parameter, and all else is whole, on the CPU.
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
@@ -380,9 +381,15 @@ class Checkpointer(Schedule):
 
     def _warn_of_step(self, verb: str, step: int) -> None:
         """Say so if the step does not become the latest one, on the first rank."""
-        if type(step) is not int or not is_first(self._background(verb, "restore").group):
-            return
-        warn_of_step(verb, step, self.latest_step(), self.directory)
+        is_step = type(step) is int and is_first(self._background(verb, "restore").group)
+        latest = self.latest_step() if is_step else None
+        if latest is not None and step <= latest:
+            msg = (
+                f"{verb}: step {step} is not above that of the latest checkpoint in {self.directory}, {latest}: "
+                "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
+                "elsewhere, or remove the later checkpoints."
+            )
+            warn(msg)
 
     def _tell(self, event: Event, group: ProcessGroup | None) -> None:
         tell(self._on_event, event, is_first=is_first(group))

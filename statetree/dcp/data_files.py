@@ -64,11 +64,7 @@ class DataFiles:
         return entry.read(0, entry.length, "its bytes")
 
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
-        """Return a tensor. Where its pieces lie in their entries is read, and verified, when its elements are.
-
-        Raises:
-            CheckpointError: If its pieces do not make it up: elements would keep what they were.
-        """
+        """Return a tensor. Where its pieces lie in their entries is read, and verified, when its elements are."""
         dtype, shape, boxes = self.described.entries[key]
         _check_covered(key, whole_box(shape), list(boxes))
         outline = torch.empty(shape, dtype=dtype, device="meta")
@@ -88,11 +84,7 @@ class DataFiles:
         return len(self.described.pieces)
 
     def _entry(self, index: Index, *, verify: bool) -> FileRange:
-        """Return the bytes of a piece of a tensor, or of a plain value. What is small is read at once to be verified.
-
-        Raises:
-            CheckpointError: If a byte of it is not what was written, or if it has no checksums.
-        """
+        """Return the bytes of a piece, or of a plain value. What is small is read at once to be verified."""
         stored = self.described.pieces[index]
         entry = self.open(stored.name).part(stored.offset, stored.length, f"the entry {index.key!r}")
         if not verify:
@@ -110,11 +102,7 @@ class DataFiles:
         return entry
 
     def _piece(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
-        """Return where the elements of a piece of a tensor lie.
-
-        Raises:
-            CheckpointError: If its entry is no tensor of this dtype and of the shape of the box.
-        """
+        """Return where the elements of a piece of a tensor lie."""
         piece = self._pieces.get(index)  # other threads may be here
         if piece is not None:
             self.files.check(piece.file.path)
@@ -158,6 +146,7 @@ class DataFiles:
 
 
 def _check_covered(key: str, whole: Box, boxes: list[Box]) -> None:
+    """Raise ``CheckpointError`` unless pieces make up a tensor: elements would keep what they were."""
     if is_covered(whole, boxes):
         return
     held, need = sum(box.volume for box in boxes), whole.volume
@@ -170,12 +159,9 @@ def _check_covered(key: str, whole: Box, boxes: list[Box]) -> None:
 
 
 def check_entry(entry: FileRange) -> None:
-    """Compare all that ``torch.load`` reads of an entry with the entry's own checksums.
+    """Compare all that ``torch.load`` reads of an entry with the entry's own checksums, which it must have.
 
     What the archive says of its members has none, but is there twice, or leads to other bytes if it is changed.
-
-    Raises:
-        CheckpointError: If a byte of it is not what was written, or if it has no checksums.
     """
     members = read_members(entry).values()
     if not any(member.crc for member in members):

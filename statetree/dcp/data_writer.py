@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import in_slabs, whole_box
 from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, check_file, read_manifest, trailer
 from statetree.errors import CheckpointError
 from statetree.files.crc32 import crc32
-from statetree.files.ranges import BUCKET_BYTES, OpenFiles
-from statetree.files.strided_reading import memory_view
+from statetree.files.ranges import OpenFiles
+from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import as_bytes
@@ -54,14 +53,10 @@ class Piece(NamedTuple):
 
 
 class DataWriter:
-    """Writes what one rank has to write: plain tensors, and plain values as they are pickled.
-
-    Attributes:
-        files: What was written, by the names of files.
-    """
+    """Writes what one rank has to write: plain tensors, and plain values as they are pickled."""
 
     def __init__(self, directory: Path, rank: int, save: str, pieces: Mapping[Index, Piece]) -> None:
-        self.files: dict[str, ManifestFile] = {}
+        self.files: dict[str, ManifestFile] = {}  # what was written, by the names of files
         self._directory = directory
         self._rank = rank
         self._save = save
@@ -152,9 +147,6 @@ class PieceSource:
     """A plain strided tensor, or the bytes of a plain value, to be written, or compared with what was written.
 
     Contiguous tensors on the CPU are written from their memory. Others are copied, a bucket at a time.
-
-    Attributes:
-        length: How many bytes are written of it.
     """
 
     def __init__(self, data: Any) -> None:
@@ -169,7 +161,7 @@ class PieceSource:
                 data = file.getbuffer()
         self._data: torch.Tensor = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
         self._in_place = self._data.device.type == "cpu" and self._data.is_contiguous()
-        self.length = self._archive.length if self._archive else self._data.nbytes
+        self.length = self._archive.length if self._archive else self._data.nbytes  # how many bytes are written
 
     def write(self, handle: int, at: int) -> int:
         """Write it to a file as DCP does, at an offset, and return its CRC-32."""
@@ -185,11 +177,7 @@ class PieceSource:
         return archive.checksum(checksum, end) if archive else checksum
 
     def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
-        """Whether a piece of a file was written from the same, and holds it still.
-
-        Raises:
-            CheckpointError: If the piece does not lie in the file.
-        """
+        """Whether a piece of a file was written from the same, and holds it still."""
         place = file.part(piece.offset, piece.length, f"the piece of {piece.key!r}")
         stated = self._archive.stated(place) if self._archive else (0, piece.checksum)
         if place.length != self.length or stated is None or stated[1] != piece.checksum:
@@ -209,7 +197,7 @@ class PieceSource:
         if self._in_place:
             yield from _memory_of(self._data).split(_BLOCK_BYTES)
             return
-        for box in in_slabs(whole_box(self._data.shape), max(1, -(-self._data.nbytes // BUCKET_BYTES))):
+        for box in in_buckets(self._data.shape, self._data.itemsize):
             yield _memory_of(self._data[(*map(slice, box.start, box.stop),)].cpu().contiguous())
 
 

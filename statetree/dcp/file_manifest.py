@@ -114,12 +114,7 @@ def trailer(save: str) -> bytes:
 
 
 def regular_bytes(path: Path, limit: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: If it cannot be opened.
-        CheckpointError: If it is no regular file (reading a pipe would wait for ever), or larger than the limit.
-    """
+    """Return the content of a file, which must be a regular one (a pipe would wait for ever), and no larger."""
     if isinstance(place := cast("Any", path), RemotePath):
         return place.fetch(limit)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -135,11 +130,7 @@ def regular_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_manifest(directory: Path) -> FileManifest | None:
-    """Return the manifest of a checkpoint; ``None`` if there is none.
-
-    Raises:
-        CheckpointError: If it is damaged.
-    """
+    """Return the manifest of a checkpoint; ``None`` if there is none. Raises ``CheckpointError`` if it is damaged."""
     try:
         data = regular_bytes(directory / MANIFEST, _MAX_BYTES)
     except FileNotFoundError:
@@ -190,9 +181,6 @@ def check_file(place: FileRange, listed: ManifestFile) -> None:
     """Compare a data file's size, and the save that it names, with the manifest.
 
     An end that names no save at all is damage, which the checksums of the pieces tell of if it goes further.
-
-    Raises:
-        CheckpointError: If it is another file.
     """
     if place.length != listed.nbytes:
         refuse(place.label, f"it is damaged: expected {listed.nbytes} bytes, got {place.length}")

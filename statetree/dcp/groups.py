@@ -10,26 +10,51 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from statetree.dcp.internals import has_process_group, is_alive
 from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
 from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from datetime import timedelta
 
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def has_process_group() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a group was not destroyed, or this process is not in it."""
+    try:
+        return has_process_group() and (group is _NOT_IN_GROUP or bool(dist.get_process_group_ranks(group)))
+    except KeyError:
+        return False
+
+
+# Two private parts of torch, tried with 2.11.0 and 2.13.0.
+
+
+def count_groups() -> int:
+    """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
+    return len(distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
+def new_gloo_group(ranks: list[int], limit: timedelta) -> Any:
+    """Return a new group, which only its ranks make, for at most a time. In use, it waits as long as others do."""
+    group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
+    distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout, group)  # noqa: SLF001
+    return group
 
 
 def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none.
-
-    Raises:
-        CheckpointError: If the group was destroyed.
-        RankMismatch: If this process is not in the group.
-    """
+    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none."""
     group = dist.group.WORLD if given is None and has_process_group() else given
     check_alive(verb, group)
     ranks_of(verb, group)

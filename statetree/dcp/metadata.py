@@ -76,12 +76,8 @@ def read_described(directory: Path, *, verify: bool) -> Described:
     """Read a directory's metadata, without running code in them, and the manifest if the save that they name left one.
 
     Every name in them stays inside the directory, every piece lies inside its file, apart from the others, is as long
-    as its tensor needs, and lies inside the tensor that it is a piece of. Unless ``verify`` is set, a manifest that is
-    missing or damaged is passed over.
-
-    Raises:
-        CheckpointError: If the directory or the metadata are missing, damaged, or refer to anything else; or if the
-            manifest is missing or damaged, or belongs to another save.
+    as its tensor needs, and lies inside the tensor that it is a piece of. Anything else raises ``CheckpointError``.
+    Unless ``verify`` is set, a manifest that is missing or damaged is passed over.
     """
     data = _content(directory)
     with suppress(CheckpointError, BadPickle, TypeError, ValueError, KeyError):  # else the metadata tell what is wrong

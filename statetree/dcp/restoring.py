@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Restoration:
-    """One restore: of a step, or the latest, into a template, whose stateful objects get what was saved of them.
-
-    Attributes:
-        found: Which checkpoint is taken.
-    """
+    """One restore: of a step, or the latest, into a template, whose stateful objects get what was saved of them."""
 
     def __init__(
         self, series: Series, group: ProcessGroup | None, step: int | None, state: Any, options: LoadOptions
@@ -36,6 +32,7 @@ class Restoration:
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
         self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state))
+        #: Which checkpoint is taken.
         self.found: StepDirectory = self._by_first(partial(series.find, "restore", step))
 
     def run(self, *, fallback: bool) -> Any:

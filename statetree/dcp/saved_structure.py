@@ -71,10 +71,6 @@ class SavedContainer(NamedTuple):
         return self.name.startswith(_LEAF)
 
 
-class UnknownContainer(Exception):
-    """A container that takes a template. The message says what it is."""
-
-
 class Structure(NamedTuple):
     """The containers of a checkpoint, children before parents, and its entries, one for each leaf."""
 
@@ -105,10 +101,9 @@ class Structure(NamedTuple):
         while pending:
             path, index = pending.pop()
             container = self.containers[index]
-            try:
-                _made_of(container, known)
-            except UnknownContainer as unknown:
-                yield path, container, str(unknown)
+            how = _made_of(container, known)
+            if isinstance(how, str):
+                yield path, container, how
             below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
             pending += [(Path((*path, shown_key(key))), child) for key, child in reversed(below)]
 
@@ -118,11 +113,11 @@ class Structure(NamedTuple):
         made: list[Any] = []
         for container in self.containers:
             children = [values[ref] if ref >= 0 else made[~ref] for ref in container.links]
-            try:
-                kind, keys, aux = _made_of(container, known)
-            except UnknownContainer:
+            how = _made_of(container, known)
+            if isinstance(how, str):
                 made.append(dict(zip(_as_texts(container.keys), children, strict=True)))
                 continue
+            kind, keys, aux = how
             try:
                 made.append(kind.unflatten(aux, keys, children))
             except Exception as error:  # a function of the user's
@@ -151,21 +146,17 @@ def rebuilt_classes() -> dict[str, type]:
     return found | BUILTIN
 
 
-def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any]:
-    """Return how a container is made: its kind, its keys, and its auxiliary data.
-
-    Raises:
-        UnknownContainer: If that takes a template.
-    """
+def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any] | str:
+    """Return how a container is made: kind, keys, auxiliary data. Or, in words, what it is, if it takes a template."""
     name = saved.name
     if name not in known:
-        raise UnknownContainer(f"a {name}")
+        return f"a {name}"
     if saved.data is False:
-        raise UnknownContainer(f"a {name} with attributes that are no plain data")
+        return f"a {name} with attributes that are no plain data"
     try:
         keys = (*map(key_of, saved.keys),)
     except UnknownKey as key:
-        raise UnknownContainer(f"a {name} with the key {key}") from None
+        return f"a {name} with the key {key}"
     try:
         kind: Any = container_of(known[name])
         if name in BUILTIN:
@@ -175,14 +166,13 @@ def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Containe
             return kind, keys, _read_value(aux)
         return kind, keys, (None, _read_instance(kind, keys, saved.data))
     except (TypeError, ValueError, KeyError) as error:
-        raise UnknownContainer(f"a {name} that is not the class of that name here ({error})") from None
+        return f"a {name} that is not the class of that name here ({error})"
 
 
 def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> Attributes | None:
     """Return the attributes of a dataclass, a namedtuple, or a subclass of a builtin container.
 
-    Raises:
-        ValueError: If they are none that the class can have: it may have changed since, and the text may say anything.
+    They must be some that the class can have: it may have changed since, and the text may say anything.
     """
     if not isinstance(kind, InstanceContainer):
         raise TypeError("no container with attributes")
@@ -217,11 +207,7 @@ def _as_texts(keys: Sequence[str]) -> list[str]:
 
 
 def read_structure(text: Any) -> Structure:
-    """Return the structure that a text describes.
-
-    Raises:
-        CheckpointError: If it is none that ``Structure.to_text`` returns, or one of a later version.
-    """
+    """Return the structure that a text describes; raise ``CheckpointError`` if it is none, or of a later version."""
     try:
         table = json.loads(text)
         if table["version"] != VERSION:
@@ -323,11 +309,7 @@ def _read_attributes(rows: Any) -> Attributes | None:
 
 
 def _written_value(value: Any) -> Any:
-    """Return plain data as JSON data. Every value but a text is a list that begins with its sort.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Return plain data, and nothing else, as JSON data. Every value but a text is a list that begins with its sort."""
     cls = type(value)
     if cls is str:
         return value

@@ -6,7 +6,6 @@ Each rank describes its pieces to the first one, which says who writes which, an
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import uuid
 from functools import partial
@@ -14,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,9 +28,7 @@ from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
-from statetree.dcp.internals import stamp_version, storage_info
-from statetree.dcp.metadata import METADATA
-from statetree.dcp.plain_values import why_not_restorable
+from statetree.dcp.metadata import METADATA, StoredEntry
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
     PARTS_ENTRY,
@@ -46,6 +44,7 @@ from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown,
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.publishing import sync
+from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from statetree.chunks.local import LocalChunks
     from statetree.tree.spec import TreeSpec
 
+_StorageInfo: Final[Any] = filesystem._StorageInfo  # noqa: SLF001 - tried with torch 2.11.0 and 2.13.0
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
 _COMING_BACK: Final = frozenset(
     {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
@@ -112,9 +112,6 @@ def write(
 
     Metadata of a checkpoint that was there are taken away first, so that they and the new data are never taken for one
     checkpoint if the writing breaks off.
-
-    Raises:
-        CheckpointError: Also if the group was destroyed.
     """
     check_alive("save", group)
     save = StateSave(state, directory, group, options)
@@ -138,33 +135,21 @@ class _Holdings(NamedTuple):
     dcp_paths: dict[str, tuple[str | int, ...]]
 
 
-class _Share(NamedTuple):
-    """What the first rank tells another one: its number, the id of the save, and what it writes."""
-
-    rank: int
-    save: str
-    pieces: list[Index]
-
-
 class StateSave:
-    """One save, on one rank.
-
-    Attributes:
-        directory: Where it goes.
-        unmade: What does not come back by default, on the first rank.
-    """
+    """One save, on one rank."""
 
     def __init__(
         self, state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, options: WriteOptions
     ) -> None:
         self.directory = directory
-        self.unmade: list[str] = []
+        self.unmade: list[str] = []  # what does not come back by default, on the first rank
         self._state = state
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
         self._told = _Holdings({}, {}, set(), {})
-        self._metadata: Metadata
+        self._entries: dict[str, StoredEntry] = {}
+        self._dcp_paths: dict[str, Any] = {}
         self._id = uuid.uuid4().hex
 
     def run(self) -> None:
@@ -231,25 +216,28 @@ class StateSave:
             self._told.pieces[index] = box
             self._held[index] = Piece(pieces, number, prod(box.sizes) * tensor.dtype.itemsize)
 
-    def _plan(self, told: list[_Holdings]) -> list[_Share]:
-        """On the first rank: say which rank writes which of the pieces, and take old metadata away."""
+    def _plan(self, told: list[_Holdings]) -> list[tuple[str, list[Index]]]:
+        """On the first rank: tell each the save's id and which pieces it writes, and take old metadata away."""
         if not told:
             return []
-        shares, self._metadata = _planned(told)
+        shares, self._entries = _planned(told)
+        for described in reversed(told):  # the first rank's count
+            self._dcp_paths.update(described.dcp_paths)
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in (METADATA, MANIFEST):
             (self.directory / name).unlink(missing_ok=True)
-        return [_Share(rank, self._id, pieces) for rank, pieces in enumerate(shares)]
+        return [(self._id, pieces) for pieces in shares]
 
-    def _write(self, share: _Share) -> dict[str, ManifestFile]:
+    def _write(self, share: tuple[str, list[Index]]) -> dict[str, ManifestFile]:
         """Write what this rank writes, and return its files."""
         self.directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
-        pieces = {index: self._held[index] for index in share.pieces}
-        writer = DataWriter(self.directory, share.rank, share.save, pieces)
+        save, indices = share
+        rank = ranks_of("save", self._group).rank
+        writer = DataWriter(self.directory, rank, save, {index: self._held[index] for index in indices})
         if self._options.incremental:
             writer.link_or_write(self._options.base)
         else:
-            writer.write([share.pieces])
+            writer.write([indices])
         check_now()  # the files that elements came from: what is not whole gets no metadata
         return writer.files
 
@@ -258,25 +246,27 @@ class StateSave:
         if not written:
             return
         files = {name: file for found in written for name, file in found.items()}
-        metadata = self._metadata
-        metadata.storage_data = {
-            _metadata_index(piece.which): storage_info(name, piece.offset, piece.length)
-            for name, file in files.items()
-            for piece in file.pieces
-        }
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
-        stamp_version(metadata)
+        places = {}
+        for name, file in files.items():
+            for piece in file.pieces:
+                start = None if piece.start is None else torch.Size(piece.start)
+                places[MetadataIndex(piece.key, start)] = _StorageInfo(name, piece.offset, piece.length)
+        about = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
+        entries = {key: _for_dcp(entry) for key, entry in self._entries.items()}
+        metadata = Metadata(entries, self._dcp_paths, places, about)
+        if hasattr(metadata, "version"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
         data = pickle.dumps(metadata)
         options = self._options
-        entries = {key: _listed(entry) for key, entry in metadata.state_dict_metadata.items()}
-        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about, entries)
+        rows = {key: _for_manifest(entry) for key, entry in self._entries.items()}
+        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about, rows)
         _write_whole(self.directory / MANIFEST, manifest.to_bytes())
         _write_whole(self.directory / METADATA, data)
         sync(self.directory)
 
 
-def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
-    """Return what each rank writes of what all hold, and the metadata of the whole.
+def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
+    """Return what each rank writes of what all hold, and the entries of the whole.
 
     What several hold is written by the one that has least to write; values and what is inseparable, by the first.
     """
@@ -286,7 +276,7 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
             holders.setdefault(index, []).append(rank)
     shares: list[list[Index]] = [[] for _ in told]
     load = [0] * len(told)
-    entries: dict[str, Any] = {}
+    outlines: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {}
     writers: dict[str, int] = {}
     for index, ranks in holders.items():
@@ -296,39 +286,35 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
             if rank not in ranks:
                 continue
         shares[rank].append(index)
-        entry: Any = BytesStorageMetadata()
-        if index.start is not None:
-            dtype, shape = told[rank].tensors[key]
-            entry = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        known = entries.setdefault(key, entry)
-        if _outline(known) != _outline(entry):
+        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
+        if outlines.setdefault(key, outline) != outline:
             _refuse_disagreement(key)
         box = told[rank].pieces[index]
         if box is not None:
-            load[rank] += box.volume * dtype.itemsize or 1
+            load[rank] += box.volume * outline[0].itemsize or 1
             boxes.setdefault(key, []).append(box)
-            known.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)))
-    for key, found in boxes.items():
-        whole = whole_box(entries[key].size)
-        is_tiled = sum(box.volume for box in found) == whole.volume and is_covered(whole, found)
-        if len(told) > 1 and not is_tiled:
+    for key, found in boxes.items() if len(told) > 1 else ():
+        whole = whole_box(outlines[key][1])
+        if sum(box.volume for box in found) != whole.volume or not is_covered(whole, found):
             _refuse_disagreement(key)
-    paths: dict[str, Any] = {}
-    for described in reversed(told):  # the first rank's count
-        paths.update(described.dcp_paths)
-    return shares, Metadata(entries, paths)
+    entries = {key: StoredEntry(dtype, shape, (*boxes.get(key, ()),)) for key, (dtype, shape) in outlines.items()}
+    return shares, entries
 
 
-def _listed(entry: Any) -> Any:
-    """Return an entry of the metadata as the manifest lists it."""
-    if isinstance(entry, BytesStorageMetadata):
+def _for_dcp(entry: StoredEntry) -> Any:
+    """Return an entry as DCP's metadata have it."""
+    if entry.dtype is None:
+        return BytesStorageMetadata()
+    chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)) for box in entry.boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+
+
+def _for_manifest(entry: StoredEntry) -> Any:
+    """Return an entry as the manifest lists it."""
+    if entry.dtype is None:
         return None
-    chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    return str(entry.properties.dtype), entry.size, *([] if chunks[0][1] == entry.size else chunks)
-
-
-def _outline(entry: Any) -> Any:
-    return None if isinstance(entry, BytesStorageMetadata) else (entry.size, entry.properties.dtype)
+    boxes = [] if entry.boxes[0].sizes == entry.shape else [(box.start, box.sizes) for box in entry.boxes]
+    return str(entry.dtype), entry.shape, *boxes
 
 
 def _refuse_disagreement(key: str) -> NoReturn:
@@ -339,14 +325,8 @@ def _refuse_disagreement(key: str) -> NoReturn:
     raise CheckpointError(msg)
 
 
-def _metadata_index(index: Index) -> MetadataIndex:
-    return MetadataIndex(index.key, None if index.start is None else torch.Size(index.start))
-
-
 def _write_whole(path: pathlib.Path, data: bytes) -> None:
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_bytes(data)
+    sync(partial)
     partial.replace(path)

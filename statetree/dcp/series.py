@@ -103,11 +103,7 @@ class Series:
         return found
 
     def find(self, verb: str, step: int | None) -> StepDirectory:
-        """Return the checkpoint of a step, or the latest.
-
-        Raises:
-            CheckpointError: If there is none.
-        """
+        """Return the checkpoint of a step, or the latest; raise ``CheckpointError`` if there is none."""
         complete = self.complete()
         chosen = [found for found in complete if step is None or found.step == step]
         if chosen:
@@ -125,11 +121,7 @@ class Series:
         return self.directory / checkpoint.name
 
     def begin(self, step: int) -> UnfinishedStep:
-        """Make a directory to write a checkpoint into, and clean up after crashed saves.
-
-        Raises:
-            CheckpointError: If something that is no checkpoint has the name of the step.
-        """
+        """Make a directory to write a checkpoint into, and clean up after crashed saves."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync(self.directory.parent)
@@ -185,10 +177,9 @@ class Series:
             if keep.best is not None:
                 kept.update(*self._best(complete, keep.best))
             leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
-            told = [(checkpoint.step, bytes_in(self.path(checkpoint))) for checkpoint in leaving]
-            removed = list(map(self._without_name, leaving))
+            removed = [(each.step, bytes_in(self.path(each)), self._without_name(each)) for each in leaving]
         events = []
-        for (step, nbytes), path in zip(told, removed, strict=True):
+        for step, nbytes, path in removed:
             since = time.monotonic()
             shutil.rmtree(path, ignore_errors=True)
             events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))

@@ -130,12 +130,7 @@ PLAIN: Final = Content(VALUE_ENTRY, ())
 
 
 def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> Content:
-    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory.
-
-    Raises:
-        UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP
-            does not know.
-    """
+    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory."""
     if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
     leaf = materialized(leaf)
@@ -148,13 +143,12 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         if leaf_type is TENSOR:  # a process that saves alone would keep its part alone
             refuse_leaf(verb, path, "a tensor of which each rank holds a part", "Gather it")
         return Content(TENSOR_ENTRY, (_held(verb, leaf, path, ranks or ranks_of(verb, None)),))
-    if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
+    # DCP asks torch for the sizes of elements, which it does not know of dtypes without kernels.
+    is_entry_of_dcp = leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested
+    if is_entry_of_dcp and leaf.dtype not in QUANTIZED and leaf.dtype not in WITHOUT_KERNELS:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)
-        if tensor.dtype not in WITHOUT_KERNELS:
-            return Content(TENSOR_ENTRY, (tensor,))
-        # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
-        return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
+        return Content(TENSOR_ENTRY, (tensor,))
     if not leaf_type.has_elements:
         refuse_leaf(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
     unpacked = unpack(verb, [leaf], lambda: [path])
@@ -164,11 +158,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     for part in parts:
         check_elements(verb, part, path)
     parts = [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts]
-    return Content(PARTS_ENTRY, parts, _facts(leaf), unpacked)
-
-
-def _facts(leaf: Any) -> str:
-    return without_addresses(dict(facts(leaf)))
+    return Content(PARTS_ENTRY, parts, without_addresses(dict(facts(leaf))), unpacked)
 
 
 def is_array_of_numbers(value: Any) -> bool:

@@ -6,6 +6,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
@@ -42,11 +43,12 @@ class StatefulTree:
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
     def template(self, directory: Path) -> Any:
-        """Return the template for a checkpoint: where an object's state lacks a path, memory for a whole leaf."""
+        """Return the template for a checkpoint: where an object's state lacks a path, memory for the leaf."""
         if not self._states:
             return self.state
         stored = opened(directory, skip_foreign=True).tree
-        return self._with([_fitted(*pair, stored) for pair in zip(self._states, self._paths, strict=True)])
+        objects = compress(self._leaves, self._mask)
+        return self._with([_fitted(*each, stored) for each in zip(objects, self._states, self._paths, strict=True)])
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""
@@ -58,7 +60,7 @@ class StatefulTree:
         return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
 
 
-def _fitted(state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
+def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
     """Return a template for what is stored of an object, with the leaves of its state.
 
     An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
@@ -72,17 +74,25 @@ def _fitted(state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
     known, whole = {path[:count] for path in paths for count in range(len(path) + 1)}, set(paths)
-    if own.keys() >= whole or not all(path in known or whole & set(_above(path)) for path in own):
+    if own.keys() >= whole or not all(
+        path in known or any(path[:count] in whole for count in range(len(path))) for path in own
+    ):
         return state
-    return unflatten(
-        outline, [own[path] if path in own else _room(leaf) for path, leaf in zip(paths, saved, strict=True)]
-    )
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+    pairs = zip(paths, saved, strict=True)
+    return unflatten(outline, [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs])
 
 
-def _above(path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    return [path[:count] for count in range(len(path))]
+def _room(leaf: Any, path: tuple[Any, ...], parameters: dict[int, torch.Tensor]) -> Any:
+    """Return memory for a tensor. What is read of a plain value takes its place.
 
-
-def _room(leaf: Any) -> Any:
-    """Return memory for a tensor. What is read of a plain value takes its place."""
-    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, StoredTensor) else None
+    What an optimizer keeps of a distributed parameter, in its shape, is laid out as the parameter is: no operation
+    takes a DTensor and a plain tensor.
+    """
+    if not isinstance(leaf, StoredTensor):
+        return None
+    parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == "state" else None
+    if isinstance(parameter, DTensor) and parameter.shape == leaf.shape:
+        return torch.empty_like(parameter.detach(), dtype=leaf.dtype)
+    return torch.empty(leaf.shape, dtype=leaf.dtype)

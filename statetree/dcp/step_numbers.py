@@ -6,11 +6,8 @@ import json
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from statetree.errors import warn
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 
 def check_counts(**counts: int | None) -> None:
@@ -57,14 +54,3 @@ def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]
     except (TypeError, ValueError, RecursionError) as error:
         msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None
-
-
-def warn_of_step(verb: str, step: int, latest: int | None, directory: Path) -> None:
-    """Warn if a step does not become the latest one."""
-    if latest is not None and step <= latest:
-        msg = (
-            f"{verb}: step {step} is not above that of the latest checkpoint in {directory}, {latest}: expected a "
-            "higher one. restore() takes the highest: after going back to an earlier step, save elsewhere, or remove "
-            "the later checkpoints."
-        )
-        warn(msg)

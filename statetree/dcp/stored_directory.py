@@ -10,13 +10,13 @@ import torch
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.groups import is_first
 from statetree.dcp.metadata import METADATA
-from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import read_structure
 from statetree.dcp.saving import write
 from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
 from statetree.errors import Difference
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
+from statetree.files.torch_format import gist, read_value
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
 
@@ -57,7 +57,7 @@ class DirectoryFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002 - the name
         """Write a checkpoint, with the other ranks of the options' group."""
-        write(lambda: whole_tensors(tree, keeps_strides=False, on_ranks=True), folder, options.group)
+        write(lambda: whole_tensors(tree, by_all_ranks=True), folder, options.group)
         if not is_first(options.group):  # which renames the folder as soon as it has written
             return []
         names = sorted(file.name for file in folder.iterdir() if file.name != METADATA)
@@ -68,23 +68,17 @@ FORMAT: Final = DirectoryFormat()
 
 
 class _Directory:
-    """A directory that is being read.
-
-    Attributes:
-        data: Its data files.
-        foreign: Names of what was not loaded.
-        unknown: Where there are containers of unknown classes.
-        is_nested: Whether statetree saved it, with a structure.
-    """
+    """A directory that is being read."""
 
     def __init__(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> None:
         self.data = DataFiles(path, files, verify=files.verify is not False)
-        self.foreign: dict[str, None] = {}
-        self.unknown: list[Difference] = []
+        self.foreign: dict[str, None] = {}  # names of what was not loaded
+        self.unknown: list[Difference] = []  # where there are containers of unknown classes
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
         self._entries = self.data.described.entries
+        # Whether statetree saved it, with a structure.
         self.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
         files.open(path / METADATA)  # one of the checkpoint's files
 

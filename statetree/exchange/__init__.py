@@ -12,7 +12,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
   each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit;
   ``allocation``: fresh tensors of these layouts
-- ``description``, ``leaf_metadata``: one rank's tree told to all
+- ``description``: one rank's tree told to all
 - ``key_union``: ranks that hold different keys tell each other
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.errors import StateTreeError, place_in_tree
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed, is_registered
 from statetree.leaves.parts import unpack
-from statetree.leaves.replicas import replicated
+from statetree.leaves.replicas import replicated, with_leaves
 from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from statetree.tree.spec import TreeSpec
 
@@ -23,11 +22,7 @@ if TYPE_CHECKING:
 def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bool = False) -> list[Any]:
     """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
 
-    Args:
-        verb: The collective, for messages.
-        leaves: The leaves.
-        spec: The structure that they belong to.
-        keep_meta: Whether those on ``meta`` stay there: they are what is sent, and nothing arrives.
+    With ``keep_meta`` those on ``meta`` stay there: they are what is sent, and nothing arrives.
     """
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
@@ -40,19 +35,6 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bo
         for index, leaf in fresh.items():
             result[index] = leaf
     return result
-
-
-def with_leaves(
-    spec: TreeSpec, leaves: Sequence[Any], indices: Sequence[int], transform: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[int, Any]:
-    """Return what a transform makes of some leaves of a tree, by their indices: it gets them in a flat dict."""
-    keys, paths = spec.flat_keys(), spec.paths()
-    try:
-        found = transform({keys[index]: leaves[index] for index in indices})
-    except StateTreeError as error:
-        place_in_tree(error, {keys[index]: paths[index] for index in indices})
-        raise
-    return dict(zip(indices, found.values(), strict=True))
 
 
 def _device_of(leaf: Any, *, keep_meta: bool) -> torch.device:

@@ -91,25 +91,13 @@ Buckets = tuple[torch.Tensor, torch.Tensor]
 
 
 def take_buckets(sizes: Sequence[tuple[int, int]], device: torch.device) -> Buckets:
-    """Take the memory for running exchanges one after the other.
-
-    Args:
-        sizes: The ``bucket_sizes`` of each.
-        device: Where it is taken.
-    """
+    """Take the memory for running exchanges one after the other, from the ``bucket_sizes`` of each."""
     first, second = (max((pair[number] for pair in sizes), default=0) for number in range(2))
     return tuple([torch.empty(size, dtype=torch.uint8, device=device) for size in (first, second)])  # type: ignore[return-value]  # two
 
 
 class BucketedPlan:
-    """A plan laid out in buckets, which can be run with any tensors of the moves' layouts.
-
-    Args:
-        moves: What goes where.
-        group: The ranks.
-        bucket_bytes: How many bytes a rank sends and receives in one round.
-        source: As for ``ExchangePlan``.
-    """
+    """A plan laid out in buckets, which can be run with any tensors of the moves' layouts."""
 
     def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
         self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source).rounds
@@ -118,12 +106,7 @@ class BucketedPlan:
         self._num_places = 0
 
     def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
-        """Return how many bytes the two buckets take in which rounds are packed in turn.
-
-        Args:
-            pieces: As for ``run``.
-            device: The memory that is sent from and received into.
-        """
+        """Return how many bytes two buckets take in which rounds are packed in turn, for ``pieces`` as for ``run``."""
         most = [0, 0]
         for number, step in enumerate(islice(self._steps(), _MAX_SIZED)):
             most[number % 2] = max(most[number % 2], _bytes_of(step, pieces, device))
@@ -216,15 +199,8 @@ def _cut(step: _Step, box: LargeBox, pieces: Sequence[Pieces], which: int) -> Se
 class _Beside:
     """Large boxes as bytes: as they lie, or in a bucket beside what is packed, if they cannot travel as they lie.
 
-    Args:
-        bucket: The bucket.
-        start: Where its room begins.
-
-    Attributes:
-        stop: Where what is left of it begins.
-        travelling: The boxes that travel as they lie.
-        boxes: The others.
-        places: Where these are in the bucket.
+    Its room in the bucket begins at ``start``; what is left of it begins at ``stop``. ``travelling`` are the boxes that
+    travel as they lie, ``boxes`` the others, ``places`` where these are in the bucket.
     """
 
     def __init__(self, bucket: torch.Tensor, start: int) -> None:

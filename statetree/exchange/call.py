@@ -115,10 +115,7 @@ class Call:
 def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
     """Act on every rank of a group, wait for the others, and raise on every rank if it failed on one.
 
-    Args:
-        verb: On whose behalf, for messages.
-        group: The ranks.
-        action: What each does. It does not communicate.
+    The action does not communicate.
 
     Raises:
         StateTreeError: What the first rank raised, with a note that says which ranks did; what this one raised, if it
@@ -143,8 +140,7 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
             first.add_note(f"statetree: raised on {ranks_named(ranks)}")
         raise first
     lines = [f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}" for rank in ranks]
-    msg = f"{verb}: it failed on other ranks: {shown(lines)}"
-    raise CheckpointError(msg) from own
+    raise CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}") from own
 
 
 def _sent_error(error: BaseException) -> bytes:

@@ -45,25 +45,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a rank is about to do, in so far as the others must be about to do the same.
+    """What a rank is about to do, in so far as the others must be about to do the same."""
 
-    Attributes:
-        options: The verb and its options.
-        entries: What it holds, in the order of the paths; ``None`` if it leaves that to others. By default all
-            ranks mean the same already, and only wait for each other.
-        details: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
-        nbytes: How many bytes it will send next.
-        device: The number of the type of device, among those of the group, that it would communicate from.
-        reads: Whether it looks at elements that it receives before it can tell whether it is ready.
-        remedy: What to do where the entries differ.
-    """
-
-    options: str
+    options: str  # the verb and its options
+    #: What it holds, in the order of the paths; ``None`` if it leaves that to others. By default all ranks mean the
+    #: same already, and only wait for each other.
     entries: Sequence[Entry] | None = (Entry("", ""),)
+    #: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
     details: Sequence[str] = ()
-    nbytes: int = 0
-    device: int = 0
-    reads: bool = False
+    nbytes: int = 0  # how many bytes it will send next
+    device: int = 0  # the number of the type of device, among those of the group, that it would communicate from
+    reads: bool = False  # whether it looks at elements that it receives before it can tell whether it is ready
+    #: What to do where the entries differ.
     remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
@@ -87,25 +80,15 @@ class Fingerprint:
 
 
 class Consensus(NamedTuple):
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        key: Digests of the options, the entries and the details.
-        details_agree: Whether the details are the same everywhere.
-        nbytes: The most that a rank announced.
-        absent: Whether some rank holds nothing, and leaves it to others.
-        device: The type of device that all ranks communicate from.
-        reads: Whether some rank looks at elements before it can tell whether it is ready.
-        number: The number of this call, by which ranks that keep it know it again: random, the same on every rank.
-    """
-
-    key: tuple[bytes, bytes, bytes]
-    details_agree: bool
-    nbytes: int
-    absent: bool
-    device: str
-    reads: bool
-    number: int
+    key: tuple[bytes, bytes, bytes]  # digests of the options, the entries and the details
+    details_agree: bool  # whether the details are the same everywhere
+    nbytes: int  # the most that a rank announced
+    absent: bool  # whether some rank holds nothing, and leaves it to others
+    device: str  # the type of device that all ranks communicate from
+    reads: bool  # whether some rank looks at elements before it can tell whether it is ready
+    number: int  # the number of this call, by which ranks that keep it know it again: random, the same on every rank
 
 
 def text_digest(texts: Sequence[str]) -> bytes:
@@ -127,11 +110,7 @@ def _text(data: bytes) -> str:
 def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
     """Make sure that all ranks have one fingerprint.
 
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        fingerprint: What this rank is about to do.
-        message: Its ``message``, made in advance: from here on nothing of this rank's own may fail.
+    ``message`` is what the fingerprint tells, made in advance: from here on nothing of this rank's own may fail.
 
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
@@ -154,15 +133,10 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
 
 
 def all_repeat(verb: str, group: Group, number: int) -> bool:
-    """Tell the other ranks that this one could make a call once more that it keeps; return whether all do so.
+    """Tell the other ranks the number of a call that this one could make once more; return whether all can.
 
     It comes in the place of ``compare_fingerprints``, which those ranks take part in that keep no such call: they hear
     of it, and everybody compares fingerprints then.
-
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        number: The number of that call.
 
     Raises:
         RankMismatch: If another rank failed. On every rank.
@@ -205,15 +179,10 @@ def _shortened(failure: BaseException) -> str:
 
 def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
     told = [(_text(text), ranks) for text, ranks in group.told_once(_bytes(options), most=_MOST_TOLD)]
-    msg = (
+    return RankMismatch(
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
     )
-    return RankMismatch(msg)
-
-
-def _leaves_first(path: str) -> tuple[bool, str]:
-    return (path.endswith(CONTAINER), path)
 
 
 def _by_text(told: Sequence[tuple[str, Sequence[int]]]) -> str:
@@ -234,27 +203,21 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
     own = dict(lines)
     found: list[tuple[bytes, list[int]]] = []
     first = ""
-    candidates = sorted((_text(path) for path, _ in named), key=_leaves_first)
+    candidates = sorted((_text(path) for path, _ in named), key=lambda path: (path.endswith(CONTAINER), path))
     for path in [*candidates, *candidates[:1]]:  # the last where all entries are the same, but not in the same order
         text = _bytes(own.get(path, "nothing")) if holds else None
         first, found = path, group.told_once(text, most=_MOST_TOLD)
         if len(found) > 1:
             break
     texts = [(_text(text), ranks) for text, ranks in found]
-    msg = (
+    return RankMismatch(
         f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "
         f"Nothing was moved. {remedy}"
     )
-    return RankMismatch(msg)
 
 
 def _first_place(group: Group, lines: Sequence[Entry] | None) -> int:
-    """Return the first place at which the ranks that hold something have different lines, by bisection.
-
-    Args:
-        group: The ranks.
-        lines: What this rank holds; ``None`` if nothing.
-    """
+    """Return the first place at which the ranks that hold something have different lines, by bisection."""
     alike, differ = 0, group.all_reduce_max([0 if lines is None else len(lines)])[0]
     known = blake2b(digest_size=_DIGEST.size)  # of the lines up to ``alike``
     while differ - alike > 1:

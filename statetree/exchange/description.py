@@ -1,24 +1,36 @@
-"""Descriptions: one rank's tree told to all, so that each can make the same and receive its elements."""
+"""Descriptions: one rank's tree told to all, so that each can make the same and receive its elements.
+
+They go between the ranks of one job by pickle, as ``torch.distributed`` sends objects; never are they read from a file.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
+from collections import Counter, defaultdict
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.chunks.layouts import whole_on
 from statetree.chunks.local import LocalChunks
-from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.leaf_metadata import LeafMetadata, metadata_of, pickled
+from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf, describe_leaf
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer
+from statetree.leaves.builtin import is_plain
+from statetree.leaves.parts import Recipe, Unpacked, packed, unpack
+from statetree.spans.columns import Columns
+from statetree.spans.layout import as_bytes, check_memory, extents, lay_out, make_views
+from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Group
@@ -30,27 +42,162 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 #: The dtype and the global shape of a leaf.
-Elements = tuple["torch.dtype", tuple[int, ...]]
+Elements = tuple[torch.dtype, tuple[int, ...]]
+
+
+#: What metadata says of tensors, by the names that ``Columns`` has for it.
+_KNOWN = ("dtypes", "shapes", "strides", "offsets", "storage_keys", "contiguous", "nbytes", "conj", "neg")
+
+
+class LeafMetadata(NamedTuple):
+    """All of a list of leaves but their elements."""
+
+    kept: list[Any]  # the leaves that are plain values, in their places
+    bare: Sequence[int]  # the positions of leaves that are plain tensors
+    recipes: dict[int, Recipe]  # how the other leaves are packed
+    #: For each device, the indices of its plain tensors and what ``Columns`` knows about them. It goes by its type, and
+    #: by its number only if there are several of that type: a lone one is each rank's own.
+    tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
+
+    @property
+    def device_types(self) -> set[str]:
+        """The types of the devices that tensors lie on."""
+        return {torch.device(name).type for name in self.tensors}
+
+    def depends_on_elements(self) -> bool:
+        """Whether leaves can only be put together once their elements are there."""
+        for recipe in packed(self.recipes.values()):
+            # Attributes may lie in containers of users, whose functions look at them.
+            if recipe.attributes is not None or not recipe.leaf_type.elements_only(recipe.context):
+                return True
+        return False
+
+    def allocate(self, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
+
+        The spans are ``uint8`` tensors without contents, in the order in which ``metadata_of`` gives the originals.
+
+        Raises:
+            UnsupportedLeaf: If they lie on several devices of a type, which this rank does not have.
+        """
+        count = sum(len(indices) for indices, _ in self.tensors.values())
+        parts: list[Any] = [None] * count
+        spans: list[torch.Tensor] = []
+        for name, (indices, known) in self.tensors.items():
+            columns = Columns(parts[: len(indices)])
+            columns.adopt({**known, "own_storages": len(set(known["storage_keys"])) == len(indices)})
+            layout = lay_out(columns, extents(columns))
+            memory = Memory(_device(verb, name))
+            buffers = memory.carve([span.stop - span.start for span in layout.spans])
+            for index, view in zip(indices, make_views(columns, layout, buffers, memory.device), strict=True):
+                parts[index] = view
+            if name != "meta":
+                spans += [
+                    as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                    for buffer, span in zip(buffers, layout.spans, strict=True)
+                ]
+        return parts, spans
+
+    def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+        """Return leaves like those that the metadata was drawn from, of what ``allocate`` returned.
+
+        These parts have their elements if ``depends_on_elements``.
+        """
+        return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
+
+
+def _device(verb: str, name: str) -> torch.device:
+    """Return a device by its name, if this rank has it."""
+    device = torch.device(name)
+    if name != device.type:
+        count = torch.get_device_module(device.type).device_count()
+        if count <= device.index:
+            raise UnsupportedLeaf(
+                f"{verb}: the source's tensors lie on several devices: expected {device} on every rank, got {count} of "
+                "its type. Bring them to one device first."
+            )
+    return device
+
+
+def metadata_of(
+    verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]
+) -> tuple[LeafMetadata, list[torch.Tensor]]:
+    """Return the metadata of leaves, and the spans on which their elements lie, as ``uint8`` tensors.
+
+    Raises:
+        UnsupportedLeaf: If a leaf cannot be taken apart, or its storage was freed.
+    """
+    unpacked = unpack(verb, leaves, paths, together=True)
+    check_memory(verb, unpacked.columns, lambda index: paths()[unpacked.owners[index]])
+    devices = unpacked.columns.devices
+    of_type = Counter(device.type for device in set(devices))
+    by_device: defaultdict[str, list[int]] = defaultdict(list)
+    for index, device in enumerate(devices):
+        by_device[device.type if of_type[device.type] == 1 else str(device)].append(index)
+    tensors = {}
+    spans: list[torch.Tensor] = []
+    for name, indices in sorted(by_device.items()):
+        columns = Columns([unpacked.parts[index] for index in indices])
+        numbers: dict[int, int] = {}
+        keys = [numbers.setdefault(key, len(numbers)) for key in columns.storage_keys]
+        known = {**{name: list(getattr(columns, name)) for name in _KNOWN}, "storage_keys": keys}
+        tensors[name] = indices, known
+        if name != "meta":
+            layout = lay_out(columns, extents(columns))
+            spans += [as_bytes(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
+    kept = [leaf if is_plain(leaf) else None for leaf in leaves]
+    return LeafMetadata(kept, list(unpacked.plain), dict(unpacked.recipes), tensors), spans
+
+
+class _ModulePickler(pickle.Pickler):
+    """Knows modules, which pickle does not: they go by their names, as functions and classes do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
+            return import_module, (value.__name__,)
+        return NotImplemented
+
+
+def _dumps(message: Any) -> bytes:
+    file = io.BytesIO()
+    _ModulePickler(file, protocol=5).dump(message)  # buffers of opaque objects take this one
+    return file.getvalue()
+
+
+def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], Sequence[Path]]) -> bytes:
+    """Return a message that has metadata of leaves in it as bytes.
+
+    Raises:
+        UnsupportedLeaf: If that cannot be done, with the path of the first plain value that is to blame.
+    """
+    try:
+        return _dumps(message)
+    except Exception as error:
+        for index, leaf in enumerate(leaves):
+            try:
+                if not isinstance(leaf, torch.Tensor):
+                    _dumps(leaf)
+            except Exception as own:
+                path = paths()[index]
+                msg = (
+                    f"{verb}: cannot send the leaf at {path or '<root>'} ({describe_leaf(leaf)}) to other ranks: "
+                    f"expected what can be pickled, got {type(own).__name__}: {own}. Leave it out."
+                )
+                raise UnsupportedLeaf(msg, path) from own
+        msg = f"{verb}: cannot send the tree's structure to other ranks: {type(error).__name__}: {error}. Simplify it."
+        raise UnsupportedLeaf(msg) from error
 
 
 class Description(NamedTuple):
-    """What one rank says of its tree.
+    """What one rank says of its tree."""
 
-    Attributes:
-        spec: The structure, down to the parts of leaves.
-        outline: Which of these belong to one leaf.
-        described: The indices of the leaves that each rank makes anew.
-        metadata: These leaves, without their elements.
-        exchanged: For every other leaf, which each rank has in its own layout, dtype and global shape.
-        depends_on_elements: Whether the tree can only be put together once its elements are there.
-    """
-
-    spec: TreeSpec
-    outline: Outline
-    described: list[int]
-    metadata: LeafMetadata
+    spec: TreeSpec  # the structure, down to the parts of leaves
+    outline: Outline  # which of these belong to one leaf
+    described: list[int]  # the indices of the leaves that each rank makes anew
+    metadata: LeafMetadata  # these leaves, without their elements
+    #: For every other leaf, which each rank has in its own layout, dtype and global shape.
     exchanged: Mapping[int, Elements]
-    depends_on_elements: bool
+    depends_on_elements: bool  # whether the tree can only be put together once its elements are there
 
     def paths(self) -> Sequence[Path]:
         """Return the paths of the described leaves."""
@@ -65,14 +212,10 @@ class Description(NamedTuple):
 
 
 class SourceTree(NamedTuple):
-    """A tree that one rank sends to all.
+    """A tree that one rank sends to all."""
 
-    Attributes:
-        manifest: The tree.
-        exchanged: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # the tree
+    #: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
     exchanged: Mapping[int, Elements]
 
 
@@ -120,11 +263,10 @@ def read_description(verb: str, text: bytes) -> Description:
     try:
         found = pickle.loads(text)
     except Exception as error:
-        msg = (
+        raise RankMismatch(
             f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
             "on every rank."
-        )
-        raise RankMismatch(msg) from error
+        ) from error
     if isinstance(found, StateTreeError):
         raise found
     assert isinstance(found, Description)
@@ -144,34 +286,21 @@ def span_transfers(
 
 
 class Received(NamedTuple):
-    """What comes with a tree that another rank described: how its elements move.
+    """What comes with a tree that another rank described: how its elements move."""
 
-    Attributes:
-        own: The tree itself, on the rank that described it.
-        pending: What moves the elements of leaves that were described, unless they were needed to put them together.
-        layouts: Those of the leaves that this rank held already.
-        key: What the ranks agreed on.
-        device: The type of device that elements still move from.
-        reads: Whether some rank looks at elements before it writes them.
-    """
-
-    own: Manifest | None
+    own: Manifest | None  # the tree itself, on the rank that described it
+    #: What moves the elements of leaves that were described, unless they were needed to put them together.
     pending: Sequence[Transfer]
-    layouts: dict[int, ChunkLayout]
-    key: Any
-    device: str
-    reads: bool
+    layouts: dict[int, ChunkLayout]  # those of the leaves that this rank held already
+    key: Any  # what the ranks agreed on
+    device: str  # the type of device that elements still move from
+    reads: bool  # whether some rank looks at elements before it writes them
 
 
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:
     """Return the manifest of a tree that a rank described, which alone has the elements of what is exchanged.
 
-    Args:
-        verb: The collective, for messages.
-        src: That rank.
-        description: What it said.
-        leaves: The leaves that it described; ``None`` for those that are exchanged.
-        received: What comes with it.
+    ``leaves`` are those that it described, with ``None`` in the places of those that are exchanged.
     """
     chunks, own = {}, received.own
     for index, (dtype, shape) in description.exchanged.items():

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.layouts import whole_on
-from statetree.exchange.allocation import with_leaves
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import is_value
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.replicas import moved, replicated
+from statetree.leaves.replicas import moved, replicated, with_leaves
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
@@ -72,12 +71,7 @@ class Destination:
         raise NotImplementedError
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
-        """Return what moves from where to where.
-
-        Args:
-            sources: Where the elements of ``sources()`` come from.
-            layouts: Those of the leaves of ``manifests``.
-        """
+        """Return what moves: from where ``sources()`` are, into the layouts of the leaves of ``manifests``."""
         raise NotImplementedError
 
     def read_stored(self) -> None:
@@ -91,11 +85,7 @@ class Destination:
         return _nothing
 
     def check_values(self, source: Manifest) -> None:
-        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did.
-
-        Args:
-            source: The tree with the elements.
-        """
+        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did."""
 
     def touched(self) -> Iterable[int]:
         """Return the leaves whose elements are written in the result."""
@@ -118,13 +108,7 @@ class FreshDestination(Destination):
     """Fresh tensors: on each rank the box that a rule gives it, of distributed leaves; other leaves as they are.
 
     Leaves that lie on the same memory do so again. On ranks to which ``WholeOn`` gives nothing, every tensor is a
-    ``meta`` tensor of its global shape.
-
-    Args:
-        source: The tree.
-        rule: In which layout each distributed leaf arrives.
-        rank: This rank.
-        device: Where it arrives, and other leaves are brought; by default where they lie.
+    ``meta`` tensor of its global shape. Arguments: as for ``Exchange.destination``.
 
     Raises:
         UnsupportedLeaf: If the rule gives a rank several boxes of a leaf.

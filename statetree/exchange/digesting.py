@@ -105,16 +105,11 @@ def _check_disjoint(manifest: Manifest, index: int, layout: ChunkLayout) -> None
 
 
 class Copy(NamedTuple):
-    """Replicas of one chunk of a leaf, or of a leaf that is not distributed.
+    """Replicas of one chunk of a leaf, or of a leaf that is not distributed."""
 
-    Attributes:
-        path: Of the leaf.
-        box: Where the chunk lies in the global shape; ``None`` for a leaf that is not distributed.
-        ranks: The ranks that hold the same, for each of the different contents; most ranks first.
-    """
-
-    path: Path
-    box: Box | None
+    path: Path  # of the leaf
+    box: Box | None  # where the chunk lies in the global shape; ``None`` for a leaf that is not distributed
+    #: The ranks that hold the same, for each of the different contents; most ranks first.
     ranks: tuple[tuple[int, ...], ...]
 
 

@@ -38,11 +38,6 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
 
     Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
 
-    Args:
-        call: The collective.
-        manifest: The tree.
-        details_agree: Whether all ranks see meshes and ties alike.
-
     Raises:
         UnsupportedLeaf: If the ranks hold only a part of a leaf. On every rank.
         RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
@@ -91,10 +86,6 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
 
     A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
 
-    Args:
-        manifest: The tree.
-        told: What the ranks said.
-
     Raises:
         RankMismatch: If two values would be moved into one memory then, or one into a part of several.
     """
@@ -125,35 +116,23 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
 def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[bool]) -> RankMismatch:
     path, other = manifest.path(index), manifest.path(first)
     where = ranks_named([rank for rank, found in enumerate(tied) if found])
-    msg = (
+    return RankMismatch(
         f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {other} "
         f"on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
     )
-    return RankMismatch(msg)
 
 
 class Way(NamedTuple):
-    """How a rank holds leaves: over a mesh, or in boxes that only it knows.
+    """How a rank holds leaves: over a mesh, or in boxes that only it knows."""
 
-    Attributes:
-        detail: As ``LocalChunks`` has it.
-        mesh: The mesh, and how it cuts a tensor.
-        boxes: This rank's boxes, without a mesh.
-        is_known: Whether it knows the boxes of the other ranks, too.
-    """
-
-    detail: str
-    mesh: MeshSplits | None
-    boxes: tuple[Box, ...]
-    is_known: bool
+    detail: str  # as ``LocalChunks`` has it
+    mesh: MeshSplits | None  # the mesh, and how it cuts a tensor
+    boxes: tuple[Box, ...]  # this rank's boxes, without a mesh
+    is_known: bool  # whether it knows the boxes of the other ranks, too
 
 
 class _Statements:
     """What the ranks said. All ranks of the group make one at the same time.
-
-    Args:
-        group: The ranks.
-        manifest: What this rank holds.
 
     Attributes:
         ties: For every rank the ties that it sees: the numbers of leaves that are tied to earlier ones, with those.
@@ -214,20 +193,14 @@ def _way(detail: str, mesh: Any, boxes: Any, is_known: bool) -> Way:  # noqa: FB
 
 
 class Held:
-    """Who holds what of leaves of one shape that each rank holds in one way.
+    """Who holds what of leaves of one shape that each rank holds in one way (``way_of``, by its number in ``ways``).
 
-    Args:
-        group: The ranks.
-        chunks: What this rank knows of one of the leaves.
-        ways: All ways in which ranks hold leaves.
-        way_of: For every rank the number of the way in which it holds these.
-
-    Attributes:
-        is_known: Whether all ranks that hold any know the others' boxes by themselves.
+    ``chunks`` is what this rank knows of one of them. ``is_known`` is whether all ranks that hold any know the others'
+    boxes by themselves.
     """
 
     def __init__(self, group: Group, chunks: LocalChunks, ways: Sequence[Way], way_of: torch.Tensor) -> None:
-        self._index = group.index
+        self._index, self._rank = group.index, group.rank
         self._shape = chunks.shape
         self._way_of = way_of
         #: What is held at all, in the order of the first rank that holds it so.
@@ -272,7 +245,7 @@ class Held:
             found = {detail: mesh for mesh, detail in enumerate(self._details)}
             mesh_of = {number: found.get(way.detail, len(found)) for number, way in self._ways.items()}
             meshes = [mesh_of[number] for number in self._way_of.tolist()]
-        return Copies(meshes, [boxes.get(rank, []) for rank in ranks])
+        return Copies(self._rank, self._shape, meshes, [boxes.get(rank, []) for rank in ranks])
 
     def _layout(self, numbers: Iterable[int]) -> ChunkLayout:
         """Return the boxes of the ranks that hold the leaves in some ways."""

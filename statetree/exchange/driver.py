@@ -29,12 +29,7 @@ from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
-from statetree.exchange.transfers import (
-    PlannedTransfers,
-    TransferOptions,
-    plan_transfers,
-    sources_of,
-)
+from statetree.exchange.transfers import PlannedTransfers, TransferOptions, plan_transfers, sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -91,12 +86,10 @@ class Exchange(Call):
             self.executor = self._preparation.begin(self)
         bucket_bytes = self.options.get("bucket_bytes", 1)
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            msg = f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
-            raise ValueError(msg)
+            raise ValueError(f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}.")
         replicas = self.options.get("replicas", "check")
         if not isinstance(replicas, str) or replicas not in ("check", "first"):
-            msg = f'{self.verb}: replicas must be "check" or "first", got {replicas!r}.'
-            raise ValueError(msg)
+            raise ValueError(f'{self.verb}: replicas must be "check" or "first", got {replicas!r}.')
 
     @property
     def bucket_bytes(self) -> int:
@@ -190,18 +183,16 @@ class Exchange(Call):
         entries: list[Entry] = []
         details: list[str] = []
         for number, manifest in enumerate(manifests):
-            more = " (like)" if number else ""
-            entries += (
-                [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
-            )
+            found = manifest.entries()
+            entries += [Entry(f"{path} (like)", text) for path, text in found] if number else found
             details += manifest.details()
         kinds = {chunks.device for manifest in manifests for chunks in manifest.chunks.values()}
         device = self.group.number_of(kinds)
         details.append(self.group.devices[device])
-        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
+        fingerprint = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
         if self.options.get("union", True):
-            return found
-        return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
+            return fingerprint
+        return replace(fingerprint, remedy=f"{fingerprint.remedy} Where ranks hold different keys, pass union=True.")
 
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree."""
@@ -267,9 +258,7 @@ class Exchange(Call):
     def finish(self, target: Destination, source: Manifest | None) -> Any:
         """Do what is left once elements have moved, and return the resulting tree.
 
-        Args:
-            target: Where they moved.
-            source: The tree that they come from, if it is this rank's.
+        ``source`` is the tree that they come from, if it is this rank's.
         """
         self.executor.call(target.write)
         self.executor.with_each(target.written_again)

@@ -30,11 +30,7 @@ class Executor:
         copy_each(targets, sources)
 
     def start(self, communicate: Callable[[], Action]) -> Action:
-        """Start to communicate, and return the function that waits for it.
-
-        Args:
-            communicate: Starts it, with tensors that stay the same, and returns that function.
-        """
+        """Start to communicate, with tensors that stay the same, and return the function that waits for it."""
         return communicate()
 
     def call(self, function: Action) -> None:

@@ -43,20 +43,13 @@ def raise_differences(verb: str, differences: Sequence[Difference], remedy: str 
 
 
 class LikeOptions(NamedTuple):
-    """How a tree takes the layouts of another one.
+    """How a tree takes the layouts of another one."""
 
-    Attributes:
-        in_place: Whether elements are written into the other's tensors; otherwise fresh ones are made.
-        cast: Whether elements are converted to the other's dtypes.
-        strict: Whether both trees must have the same keys; otherwise what only one of them has is left alone.
-        on_missing: Is then called with each difference.
-        where: Which leaves are meant; others are left alone. All if it is ``None``.
-    """
-
-    in_place: bool = False
-    cast: bool = False
-    strict: bool = True
-    on_missing: Callable[[Difference], object] | None = None
+    in_place: bool = False  # whether elements are written into the other's tensors; otherwise fresh ones are made
+    cast: bool = False  # whether elements are converted to the other's dtypes
+    strict: bool = True  # whether both trees must have the same keys; otherwise what only one of them has is left alone
+    on_missing: Callable[[Difference], object] | None = None  # is then called with each difference
+    #: Which leaves are meant; others are left alone. All if it is ``None``.
     where: Where | None = None
 
     @property
@@ -120,14 +113,10 @@ def partners_of(source: Manifest, like: Manifest, options: LikeOptions) -> tuple
 def unfit(
     source: Manifest, like: Manifest, partners: Sequence[int], moving: Sequence[int], *, cast: bool = False
 ) -> list[Difference]:
-    """Return why leaves cannot take the layouts of others.
+    """Return why leaves cannot take the layouts of their partners.
 
-    Args:
-        source: The leaves to move.
-        like: Those that give the layouts.
-        partners: For each leaf of ``source`` its partner in ``like``.
-        moving: The leaves of which one side is distributed.
-        cast: Whether dtypes may differ, as far as ``copy_into`` converts them.
+    ``moving`` are those of which one side is distributed. With ``cast``, dtypes may differ as far as ``copy_into``
+    converts them.
     """
     found = [difference for index in moving for difference in _unfit(source, index, like, partners[index], cast=cast)]
     tied = [index for index in moving if partners[index] in like.canonical]
@@ -167,13 +156,7 @@ def _shown(found: tuple[torch.dtype, tuple[int, ...]] | str) -> str:
 
 
 def beyond_range(source: Manifest, moving: Sequence[int], dtype_of: Callable[[int], torch.dtype]) -> list[Difference]:
-    """Return which leaves hold values that are too large for the dtypes that they are converted to, as far as known.
-
-    Args:
-        source: The leaves.
-        moving: Those to look at.
-        dtype_of: Gives the dtype that a leaf is converted to.
-    """
+    """Return which leaves hold values that are too large for the dtypes that they are converted to, as far as known."""
     found: list[Difference] = []
     for index in moving:
         leaf, chunks, after = source.leaves[index], source.chunks.get(index), dtype_of(index)

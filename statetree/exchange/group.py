@@ -143,11 +143,7 @@ class Group(Ranks):
             opened.add(device.type)
 
     def all_gather(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return what every rank sends, as rows.
-
-        Args:
-            sent: ``uint8``, of one dimension, on the CPU, of the same length on every rank.
-        """
+        """Return what every rank sends, as rows: ``uint8``, of one dimension, on the CPU, equally long."""
         if self.size == 1:
             return sent.unsqueeze(0)
         device = self.device(self.devices[0])
@@ -159,18 +155,13 @@ class Group(Ranks):
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """Return the greatest number that a rank has in each place. What a rank receives does not grow with the ranks.
 
-        Args:
-            numbers: Of 64 bits, with signs; equally many on every rank.
+        The numbers have 64 bits, with signs. There are equally many on every rank.
         """
         found: list[int] = self._reduced(torch.tensor(numbers, dtype=torch.int64), greatest=True).tolist()
         return found
 
     def all_reduce(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the ranks have, modulo 2⁶⁴.
-
-        Args:
-            own: ``int64`` or ``uint8`` (modulo 2⁸ then), on the CPU, of the same shape on every rank.
-        """
+        """Return the sum of what the ranks have: ``int64`` modulo 2⁶⁴, ``uint8`` modulo 2⁸, on the CPU, alike."""
         return self._reduced(own) if own.numel() else own
 
     def _reduced(self, own: torch.Tensor, *, greatest: bool = False) -> torch.Tensor:
@@ -236,14 +227,9 @@ class Group(Ranks):
         return ctypes.string_at(received.data_ptr(), nbytes)
 
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Callable[[], None]:
-        """Start sending to peers and receiving from them.
+        """Start sending to peers and receiving from them, and return a function that waits until all of it is done.
 
-        Args:
-            sent: What goes to whom. Several messages to one peer arrive in this order.
-            received: Where what comes from whom is put.
-
-        Returns:
-            A function that waits until all of it is done.
+        Several messages to one peer arrive in the order in which they are sent.
         """
         works = start_exchange(self._process_group, sent, received) if sent or received else ()
         return partial(self._wait, *works)
@@ -266,20 +252,14 @@ class Group(Ranks):
 
     def _not_answered(self, error: RuntimeError) -> RankMismatch:
         limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
-        msg = (
+        return RankMismatch(
             f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
             f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
         )
-        return RankMismatch(msg)
 
 
 def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:
-    """Return the group that a collective runs on.
-
-    Args:
-        verb: The collective, for messages.
-        process_group: What its caller gave; ``None`` for all ranks.
-        timeout: How long each of its collectives may take.
+    """Return the group that a collective runs on: all ranks if its caller gave ``None``.
 
     A timeout that cannot be is refused by the group's ``check_usable``: the other ranks must hear of it.
 
@@ -295,11 +275,10 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         msg = f"{verb}: the process group was destroyed: expected one that lasts. Make another one."
         raise RankMismatch(msg) from None
     if rank < 0:
-        msg = (
+        raise RankMismatch(
             f"{verb}: this process (global rank {dist.get_rank()}) is not in the group: expected a call from the "
             "group's ranks only. Leave the call out on other ranks."
         )
-        raise RankMismatch(msg)
     known: Any = dist.group.WORLD if given is None else given
     return Group(known, rank, dist.get_process_group_ranks(known), verb, timeout)
 

@@ -17,9 +17,9 @@ from statetree.chunks.local import LocalChunks, location_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
-from statetree.exchange.leaf_metadata import pickled
+from statetree.exchange.description import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable
-from statetree.exchange.path_order import path_order
+from statetree.exchange.path_order import order_of
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.divided import Outline
@@ -35,23 +35,14 @@ if TYPE_CHECKING:
 
 
 class _Told(NamedTuple):
-    """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it.
+    """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it."""
 
-    Attributes:
-        text: What must be the same.
-        value: A plain value.
-        absent: What those know of a tensor who hold nothing of it, if it can be cut into boxes.
-        parameter: Whether it is a parameter.
-        requires_grad: Whether it records gradients.
-        summed: Whether ranks hold partials of it.
-    """
-
-    text: str
-    value: Any = None
-    absent: LocalChunks | None = None
-    parameter: bool = False
-    requires_grad: bool = False
-    summed: bool = False
+    text: str  # what must be the same
+    value: Any = None  # A plain value
+    absent: LocalChunks | None = None  # what those know of a tensor who hold nothing of it, if it can be cut into boxes
+    parameter: bool = False  # whether it is a parameter
+    requires_grad: bool = False  # whether it records gradients
+    summed: bool = False  # whether ranks hold partials of it
 
 
 class _HeldKeys(NamedTuple):
@@ -69,7 +60,9 @@ def unite(call: Call, manifest: Manifest) -> None:
         RankMismatch: If ranks hold different containers or leaves in one place.
         UnsupportedLeaf: If only some ranks hold a leaf that cannot be sent.
     """
-    outline = _outline_of(manifest)
+    entries = zip(manifest.order, manifest.entries(), strict=False)  # of the leaves: those of containers follow
+    told = [_told(manifest, index, entry.text) for index, entry in entries]
+    outline = _HeldKeys(manifest.spec, told, sorted(map(str, manifest.recipes)))
     paths = manifest.spec.paths()
     plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
     values = [manifest.leaves[index] for index in plain]
@@ -77,15 +70,9 @@ def unite(call: Call, manifest: Manifest) -> None:
     alike = text_digest([str(part) for entry in manifest.entries() for part in entry])
     call.agree(Fingerprint(f"keys of {call.described()}"))
     call.expect()
-    told = call.group.told_once(text, alike=alike)
-    if len(told) > 1:  # read after all were sent: that may fail on some ranks only
-        _merge(manifest, [pickle.loads(said) for said, _ in told], [ranks for _, ranks in told], call.group.rank)
-
-
-def _outline_of(manifest: Manifest) -> _HeldKeys:
-    texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
-    told = [_told(manifest, index, texts[index]) for index in manifest.order]
-    return _HeldKeys(manifest.spec, told, sorted(map(str, manifest.divided())))
+    heard = call.group.told_once(text, alike=alike)
+    if len(heard) > 1:  # read after all were sent: that may fail on some ranks only
+        _merge(manifest, [pickle.loads(said) for said, _ in heard], [ranks for _, ranks in heard], call.group.rank)
 
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:
@@ -100,20 +87,13 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
 
 
 def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], rank: int) -> None:
-    """Put the union in the place of what this rank holds.
-
-    Args:
-        manifest: What that is.
-        outlines: What ranks hold.
-        ranks: For each outline the ranks of which it is true.
-        rank: This rank.
-    """
+    """Put the union in the place of what this rank holds. Each of the outlines is true of some of the ranks."""
     union = united([outline.spec for outline in outlines])
     if union.differences:
         mismatch = TreeMismatch.between(manifest.verb, union.differences, "")
         msg = f"{mismatch} With union=True mappings may have different keys on different ranks, and nothing else."
         raise RankMismatch(msg)
-    places = [{index: place for place, index in enumerate(path_order(outline.spec))} for outline in outlines]
+    places = [{index: place for place, index in enumerate(order_of(outline.spec).order)} for outline in outlines]
     mine = manifest.order
     own = next(number for number, holders in enumerate(ranks) if rank in holders)
     leaves: list[Any] = []
@@ -134,11 +114,10 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
             chunks[index] = partly_held(leaf, first.text) if here is not None else absent
     divided = sorted({name for outline in outlines for name in outline.divided})
     if divided:
-        msg = (
+        raise UnsupportedLeaf(
             f"{manifest.verb}: the leaf at {divided[0]} is "
             "made of several distributed tensors: expected the same keys on every rank then. Take it apart first."
         )
-        raise UnsupportedLeaf(msg)
     manifest.outline, manifest.outer = Outline(union.spec, {}), leaves
     manifest.replace(union.spec, leaves, chunks)
 
@@ -149,11 +128,10 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
         texts[found.text] += ranks[number]
     if len(texts) > 1:
         held = "; ".join(f"{text} on {ranks_named(sorted(where))}" for text, where in texts.items())
-        msg = (
+        raise RankMismatch(
             f"{verb}: the ranks do not hold the same at {path or '<root>'}: expected one layout, got {shown([held])}. "
             "Nothing was moved. Pass trees whose leaves have the same shapes and dtypes wherever ranks hold them."
         )
-        raise RankMismatch(msg)
     first = next(iter(told.values()))
     if len(told) < len(ranks) and (first.summed or (first.absent is None and first.text != PLAIN)):
         what = f"{first.text} in partial values" if first.summed else first.text

@@ -48,28 +48,15 @@ if TYPE_CHECKING:
 
 
 class LikeDestination(Destination):
-    """A tree whose leaves take the layouts of another one.
+    """A tree whose leaves take the layouts of another one, ``like``.
 
     Leaves that are distributed on one side are exchanged; the others this rank copies from its own.
-
-    Args:
-        source: The tree whose elements are moved.
-        like: The tree whose layouts they take.
-        group: The ranks.
-        options: Whether tensors of ``like`` are written, and what may differ.
 
     Raises:
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.
     """
 
-    def __init__(
-        self,
-        source: Manifest,
-        like: Manifest,
-        group: Group,
-        *,
-        options: LikeOptions,
-    ) -> None:
+    def __init__(self, source: Manifest, like: Manifest, group: Group, *, options: LikeOptions) -> None:
         self.like = like
         self.manifests = [like]
         self._group = group
@@ -303,7 +290,9 @@ class LikeDestination(Destination):
         read += [(index, *pair) for index, transfer in transfers.items() for pair in _with_places(transfer)]
         keys = Columns([piece for _, piece, _ in read]).storage_keys
         inside = [at for at, key in zip(read, keys, strict=True) if key in written]
-        lost = dict.fromkeys(index for index, piece, place in inside if not _stays(piece, place))
+        lost = dict.fromkeys(
+            index for index, piece, place in inside if place is None or location_of(piece) != location_of(place)
+        )
         remedy = "Nothing was written. Copy it first, or do without in_place."
         found = [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost]
         self._refuse("overlap", found, remedy)
@@ -365,11 +354,6 @@ def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tenso
     alike = source.layout.digest == target.layout.digest and len(source.pieces) == len(target.pieces)
     places = target.pieces if alike else [None] * len(source.pieces)  # both in the order of one layout
     return zip(source.pieces, places, strict=True)
-
-
-def _stays(piece: torch.Tensor, place: torch.Tensor | None) -> bool:
-    """Whether what is sent stays where it is: it is copied onto itself."""
-    return place is not None and location_of(piece) == location_of(place)
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:

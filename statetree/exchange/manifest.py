@@ -113,12 +113,8 @@ class Manifest:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)
 
     def _lower(self, lowered: Lowered, ranks: Ranks) -> None:
-        self.outline, self.recipes, self.outer, self.texts = (
-            lowered.outline,
-            lowered.recipes,
-            lowered.outer,
-            lowered.texts,
-        )
+        self.outline, self.recipes = lowered.outline, lowered.recipes
+        self.outer, self.texts = lowered.outer, lowered.texts
         self.replace(lowered.spec, lowered.leaves, None, ranks)
 
     def divide(self, recipes: Mapping[Path, Recipe], ranks: Ranks) -> None:
@@ -134,37 +130,22 @@ class Manifest:
         owners, paths = self.outline.owners(), self.outline.spec.paths()
         return owners[a] == owners[b] and isinstance(self.recipes.get(paths[owners[a]]), LaidOutRecipe)
 
-    def divided(self) -> frozenset[Path]:
-        """Return the paths of leaves that are divided."""
-        paths = self.outline.spec.paths() if self.outline.counts else []
-        return frozenset([paths[leaf] for leaf in self.outline.counts])
-
     def lift(self, parts: Sequence[Any], recipes: Mapping[Path, Recipe] | None = None) -> Any:
-        """Return the tree with others in the places of ``leaves``.
-
-        Args:
-            parts: These.
-            recipes: How divided leaves are put together; by default as they were.
-        """
+        """Return the tree with others in the places of ``leaves``, divided ones put together by recipes."""
         return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes)
 
     def leaf_numbers(self, numbers: Mapping[int, int]) -> dict[str, int]:
         """Return a number for each undivided leaf by its name, from those of its parts, in the order of the paths."""
-        names = dict(zip(self.order, self.keys, strict=True))
-        if not self.recipes:
-            return {names[index]: numbers[index] for index in self.order}
-        paths, owners = self.outline.spec.paths(), self.outline.owners()
-        keys = self.outline.spec.flat_keys()
+        owners, keys, paths = self.outline.owners(), self.outline.spec.flat_keys(), self.outline.spec.paths()
         own: dict[int, list[str]] = {}
-        for index in self.order:
-            own.setdefault(owners[index], []).append(f"{names[index]} {numbers[index] % (1 << 64)}")
         found: dict[str, int] = {}
-        for index in self.order:
+        for name, index in zip(self.keys, self.order, strict=True):
             owner = owners[index]
+            found[keys[owner]] = numbers[index]
             if owner in self.outline.counts:
-                found[keys[owner]] = text_number(self.texts[paths[owner]], *own[owner])
-            else:
-                found[keys[owner]] = numbers[index]
+                own.setdefault(owner, []).append(f"{name} {numbers[index] % (1 << 64)}")
+        for owner, texts in own.items():
+            found[keys[owner]] = text_number(self.texts[paths[owner]], *texts)
         return found
 
     def largest_parts(self) -> dict[int, int]:
@@ -181,14 +162,7 @@ class Manifest:
     def replace(
         self, spec: TreeSpec, leaves: list[Any], known: Mapping[int, LocalChunks] | None, ranks: Ranks | None = None
     ) -> None:
-        """Describe another tree.
-
-        Args:
-            spec: Its structure.
-            leaves: Its leaves.
-            known: What this rank holds of its distributed leaves.
-            ranks: The group's ranks, if that is to be found out.
-        """
+        """Describe another tree. What this rank holds of its distributed leaves is known, or is found out."""
         self.spec, self.leaves = spec, leaves
         outline = order_of(spec)
         self.order = outline.order
@@ -311,10 +285,7 @@ class Manifest:
     def add_ties(self, indices: Sequence[int]) -> None:
         """Note which of the leaves that elements are moved into lie in the same memory, distributed or not.
 
-        What is moved depends on these ties, so the ranks have to agree on them.
-
-        Args:
-            indices: The leaves, in the order of the paths.
+        What is moved depends on these ties, so the ranks have to agree on them. They are in the order of the paths.
         """
         first: dict[Any, int] = {}
         for index in indices:
@@ -352,16 +323,11 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     else:  # leaves of other types are divided if there are distributed tensors inside
         hides = (leaf_type.opaque or leaf_type.native) and hides_distributed(leaf)
     if hides:
-        raise _hidden(leaf)
+        raise UnsupportedLeaf(
+            f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
+            "leaf of its own. Register the class as a container, or give it a leaf type."
+        )
     return None
-
-
-def _hidden(leaf: Any) -> UnsupportedLeaf:
-    msg = (
-        f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
-        "leaf of its own. Register the class as a container, or give it a leaf type."
-    )
-    return UnsupportedLeaf(msg)
 
 
 def _text_of(leaf: Any) -> str:

@@ -31,18 +31,13 @@ class Chunked(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Partials on their way to the ranks that put them together.
+    """Partials on their way to the ranks that put them together."""
 
-    Attributes:
-        moves: Where each partial goes.
-        pieces: This rank's tensors for each of them.
-        reduced: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
-        stacks: This rank's slabs of all partials of a tensor, one behind the other, and how they are put together.
-    """
-
-    moves: list[Move]
-    pieces: list[Pieces]
+    moves: list[Move]  # where each partial goes
+    pieces: list[Pieces]  # this rank's tensors for each of them
+    #: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
     reduced: list[Chunked]
+    #: This rank's slabs of all partials of a tensor, one behind the other, and how they are put together.
     stacks: list[tuple[torch.Tensor, str]]
 
     def finish(self) -> None:
@@ -57,13 +52,9 @@ def prepare_reduction(
     partials: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
     rank: int,
 ) -> Reduction:
-    """Take the memory for reducing tensors of which the ranks hold partials.
+    """Take the memory for reducing tensors of which the ranks hold partials: each rank of a layout one of its boxes.
 
-    Args:
-        sources: The tensors. Each rank of a layout holds one partial of its boxes.
-        dtypes: Their dtypes.
-        partials: For each, how partials are put together, and the layout of every one of them.
-        rank: This rank.
+    ``partials`` say for each how these are put together, and the layout of every one of them.
     """
     found = Reduction([], [], [], [])
     for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, partials, strict=True):

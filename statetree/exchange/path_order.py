@@ -21,11 +21,6 @@ class PathOrder(NamedTuple):
     structure: list[Entry]
 
 
-def path_order(spec: TreeSpec) -> list[int]:
-    """Return the indices of the leaves in the order of their paths."""
-    return order_of(spec).order
-
-
 @lru_cache(maxsize=32)
 def order_of(spec: TreeSpec) -> PathOrder:
     """Return what depends on a tree's structure alone."""
@@ -39,14 +34,10 @@ def order_of(spec: TreeSpec) -> PathOrder:
         kind, names = spec.nodes[~ref][:2]
         containers.append((path, _container_text(kind, names)))
         pending += [(child, (*path, name)) for name, child in zip(names, links[~ref], strict=True) if child < 0]
-    containers.sort(key=_sort_key)
+    containers.sort(key=lambda container: Path(container[0]).sort_key())
     named = unique_keys([str(Path(path)) or "<root>" for path, _ in containers], [path for path, _ in containers])
     structure = [Entry(f"{name}{CONTAINER}", text) for name, (_, text) in zip(named, containers, strict=True)]
     return PathOrder(order, [keys[index] for index in order], structure)
-
-
-def _sort_key(container: tuple[tuple[Any, ...], str]) -> Any:
-    return Path(container[0]).sort_key()
 
 
 def _container_text(kind: Container, names: tuple[Any, ...]) -> str:

@@ -48,32 +48,20 @@ class Transport(Enum):
 
 
 class Part(NamedTuple):
-    """What a round does of alike moves: all of them, or one slab of one.
+    """What a round does of alike moves: all of them, or one slab of one."""
 
-    Attributes:
-        route: The way that they go.
-        dtype: Their dtype.
-        moves: Their numbers.
-        slab: Which slab.
-    """
-
-    route: Route
-    dtype: torch.dtype
-    moves: Sequence[int]
-    slab: Slab = _WHOLE
+    route: Route  # the way that they go
+    dtype: torch.dtype  # their dtype
+    moves: Sequence[int]  # their numbers
+    slab: Slab = _WHOLE  # which slab
 
 
 class Round(NamedTuple):
-    """What moves at a time.
+    """What moves at a time."""
 
-    Attributes:
-        transport: How.
-        root: Which rank has what is broadcast.
-        parts: What. Larger elements come first: then each is aligned if the first one is.
-    """
-
-    transport: Transport
-    root: int
+    transport: Transport  # how
+    root: int  # which rank has what is broadcast
+    #: What. Larger elements come first: then each is aligned if the first one is.
     parts: list[Part]
 
 
@@ -90,12 +78,8 @@ class _Kind(NamedTuple):
 class ExchangePlan:
     """This rank's part of the exchange that takes all moves to their targets.
 
-    Args:
-        moves: The same on every rank, in the same order.
-        rank: This rank.
-        size: How many ranks there are.
-        bucket_bytes: How many bytes a rank sends and receives in one round, unless a single element has more.
-        source: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
+    The moves are the same on every rank, in the same order. A rank sends and receives ``bucket_bytes`` in one round, or
+    one element if that has more. Boxes that the rank ``source`` holds come from it, also for ranks that hold them, too.
     """
 
     def __init__(

@@ -49,10 +49,9 @@ class Preparation:
     def begin(self, call: Call) -> Recorder:
         """Take note of the call, and return what records it."""
         if self.call is not None:
-            msg = (
+            raise TypeError(
                 f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
             )
-            raise TypeError(msg)
         self.call = call
         return self.recorder
 
@@ -76,12 +75,7 @@ class Preparation:
             call.ready()
 
     def finish(self, name: str, tree: T) -> Prepared[T]:
-        """Return what was prepared.
-
-        Args:
-            name: What was called, for messages.
-            tree: What it returned.
-        """
+        """Return what was prepared: ``tree`` is what was returned by what was called, ``name`` in messages."""
         if self.call is None or not self.held:
             msg = f"prepare: expected gather, distribute, broadcast or reshard, got {name}. Call it as it is."
             raise TypeError(msg)
@@ -151,16 +145,14 @@ class Prepared(Generic[T]):
     def _check(self) -> None:
         verb = self._call.verb
         if self._closed:
-            msg = f"prepare: this {verb} was closed: expected an open one. Prepare it again."
-            raise StateTreeError(msg)
+            raise StateTreeError(f"prepare: this {verb} was closed: expected an open one. Prepare it again.")
         for held in self._held:
             path = held.moved()
             if path is not None:
-                msg = (
+                raise RankMismatch(
                     f"prepare: the tensor at {path or '<root>'} is not what it was when this {verb} was prepared: "
                     "expected the same memory, shape and strides, got others. Prepare it again."
                 )
-                raise RankMismatch(msg)
         self._recorder.check()
 
     def close(self) -> None:

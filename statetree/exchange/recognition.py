@@ -70,11 +70,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 class Keeping(Preparation):
-    """A call that is made and recorded at once.
-
-    Args:
-        sighting: What it is given.
-    """
+    """A call that is made and recorded at once."""
 
     def __init__(self, sighting: Sighting) -> None:
         super().__init__()
@@ -100,11 +96,6 @@ class Keeping(Preparation):
 
 class KeptCall:
     """A call that was recorded, with what it was given.
-
-    Args:
-        verb: What was called.
-        sighting: What it was given.
-        compares_values: Whether the result depends on plain values. Otherwise it has those that are given each time.
 
     Attributes:
         is_repeatable: Whether the call, once it was made, can be made again.
@@ -161,9 +152,7 @@ class KeptCall:
     def _find_given(self, places: Mapping[int, int], aliased: set[int]) -> None:
         """Find which leaves of the result are those that the call was given, and which are fresh tensors.
 
-        Args:
-            places: The aliases of tensors that it was given, by their ids.
-            aliased: The keys of storages that aliases lie on.
+        ``places`` has the aliases of tensors that it was given, by their ids; ``aliased`` the keys of their storages.
         """
         self._given: list[int] = []
         for place, leaf in enumerate(self._result):
@@ -315,15 +304,11 @@ def _made(
     fresh = KeptCall(verb, sighting, compares_values=compares_values)
     result = fresh.record(sighting, given, names)
     if fresh.is_repeatable:
-        _keep(sighting.key, fresh)
+        for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
+            _KEPT.pop(other, None)
+        _KEPT[sighting.key] = fresh
+        while len(_KEPT) > _KEPT_CALLS:
+            _KEPT.popitem(last=False)
     else:
         _SEEN[name] = _MOST_VAIN + 1
     return result
-
-
-def _keep(key: Any, call: KeptCall) -> None:
-    for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
-        _KEPT.pop(other, None)
-    _KEPT[key] = call
-    while len(_KEPT) > _KEPT_CALLS:
-        _KEPT.popitem(last=False)

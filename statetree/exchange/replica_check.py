@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from operator import sub
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box, whole_box
+from statetree.chunks.boxes import Box, cut_out, whole_box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
@@ -36,18 +37,15 @@ _LEAVES_AT_ONCE: Final = 4096
 
 
 class Copies:
-    """Who holds what of leaves.
+    """Who holds what of leaves of one shape, as one rank sees it: for each rank a number of its mesh, and its boxes.
 
-    Args:
-        meshes: For each rank a number of its mesh. Where meshes are not known, each rank is one of its own.
-        boxes: For each rank its boxes.
+    Where meshes are not known, each rank is one of its own.
     """
 
-    def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
+    def __init__(self, rank: int, shape: Sequence[int], meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
+        self._rank, self._shape = rank, shape
         self.meshes = meshes
         self.boxes = boxes
-        self._parts: dict[int, dict[tuple[Box, Box], int]] = {}
-        self._are_single: bool | None = None
 
     @cached_property
     def holders(self) -> dict[tuple[int, Box], int]:
@@ -58,32 +56,28 @@ class Copies:
                 found.setdefault((mesh, box), rank)
         return found
 
-    def are_single(self, shape: Sequence[int]) -> bool:
+    @cached_property
+    def are_single(self) -> bool:
         """Whether there is one of each element, without a look at pairs of boxes. It may be so if this is false."""
-        if self._are_single is None:
-            held = [box for _, box in self.holders]
-            whole = whole_box(shape).volume
-            alone = sum(box.volume for box in held) == whole
-            self._are_single = alone and layout_of(shape, {0: held}).is_complete
-        return self._are_single
+        held = [box for _, box in self.holders]
+        alone = sum(box.volume for box in held) == whole_box(self._shape).volume
+        return alone and layout_of(self._shape, {0: held}).is_complete
 
-    def in_common(self, rank: int) -> dict[tuple[Box, Box], int]:
-        """Return what a rank compares with other meshes: those of its elements that these hold, too.
+    @cached_property
+    def in_common(self) -> dict[tuple[Box, Box], int]:
+        """What the rank compares with other meshes: those of its elements that these hold, too.
 
-        Returns:
-            For each of the rank's boxes and each part of it the weight of that part's number. Those of all ranks add up
-            to nothing, whatever the number is that they have in common.
+        For each of its boxes and each part of it the weight of that part's number. Those of all ranks add up to
+        nothing, whatever the number is that they have in common.
         """
-        if rank not in self._parts:
-            mine = self.meshes[rank]
-            found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
-            for (mesh, box), holder in self.holders.items():
-                if mesh == mine and holder == rank:
-                    for other, part in self._meeting(box):
-                        if other[0] != mine:
-                            found[box, part] += _weight((mesh, box), other)
-            self._parts[rank] = dict(found)
-        return self._parts[rank]
+        mine = self.meshes[self._rank]
+        found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
+        for (mesh, box), holder in self.holders.items():
+            if mesh == mine and holder == self._rank:
+                for other, part in self._meeting(box):
+                    if other[0] != mine:
+                        found[box, part] += _weight((mesh, box), other)
+        return dict(found)
 
     def _meeting(self, box: Box) -> Iterator[tuple[tuple[int, Box], Box]]:
         """Yield the boxes of all meshes that have elements in common with one, with the place of these elements."""
@@ -129,15 +123,12 @@ def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict
 def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies]) -> None:
     """Make sure that what several meshes hold of a leaf is the same.
 
-    Args:
-        call: The collective.
-        manifest: The tree.
-        copies: Of the leaves of which that is not certain, by their indices. The same on every rank.
+    ``copies`` are those of which that is not certain, by their indices: the same on every rank.
 
     Raises:
         RankMismatch: If it is not. On every rank, before anything moves.
     """
-    compared = {index: held for index, held in copies.items() if not held.are_single(manifest.chunks[index].shape)}
+    compared = {index: held for index, held in copies.items() if not held.are_single}
     if not compared:
         return
 
@@ -149,10 +140,11 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         chunks = manifest.chunks[index]
         pieces = dict(zip(chunks.boxes, chunks.pieces, strict=True))
         total = 0
-        for (box, part), weight in held.in_common(call.group.rank).items():
+        for (box, part), weight in held.in_common.items():
             piece = pieces[box]
             if not piece.is_meta and holds_memory(piece):  # otherwise there are no elements, and nothing is read
-                number = chunk_number(_within(piece, box, part), part, chunks.shape)
+                own = cut_out(piece, (*map(sub, part.start, box.start),), part.sizes)
+                number = chunk_number(own, part, chunks.shape)
                 found[place].append((part, number))
                 total += weight * number
         sums[place] = signed(total)
@@ -168,13 +160,6 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
                 raise _unlike(manifest, list(compared)[first + place], differing[0][1], len(unlike))
 
 
-def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """Return a part of the tensor of a box."""
-    for dim, (first, start, stop) in enumerate(zip(box.start, part.start, part.stop, strict=True)):
-        piece = piece.narrow(dim, start - first, stop - start)
-    return piece
-
-
 def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
     """Return a number for the elements of a box, and for where they lie in a global shape."""
     unreadable = piece.is_neg() and not can_negate(piece.dtype)  # (private functions set such bits)
@@ -185,11 +170,7 @@ def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
 def told_apart(
     group: Group, found: Sequence[Sequence[tuple[Box | None, int]]]
 ) -> list[list[tuple[Box | None, list[tuple[int, ...]]]]]:
-    """Have the ranks tell each other numbers of parts of leaves, and return where they differ.
-
-    Args:
-        group: The ranks.
-        found: For each of some leaves, the same on every rank, the parts that this rank holds, and their numbers.
+    """Have the ranks tell each other numbers of parts of leaves (the same leaves on every rank).
 
     Returns:
         For each leaf the parts of which some ranks have another number than others, with the ranks of each number; most
@@ -213,10 +194,9 @@ def told_apart(
 def _unlike(manifest: Manifest, index: int, ranks: Sequence[Sequence[int]], count: int) -> RankMismatch:
     path = manifest.path(index)
     more = "" if count == 1 else f" (and at {count - 1} more paths at least)"
-    msg = (
+    return RankMismatch(
         f"{manifest.verb}: the ranks hold the leaf at {path or '<root>'} over meshes of their own, and not the same in "
         f"each{more}: expected copies with the same bytes, got different ones on "
         f"{' and on '.join(map(ranks_named, ranks))}. Nothing was moved. Give different tensors different paths, or "
         'pass the group of one mesh. With replicas="first", gather and reshard take what the first mesh holds.'
     )
-    return RankMismatch(msg)

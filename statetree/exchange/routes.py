@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -71,21 +72,14 @@ def sorted_by(columns: list[torch.Tensor]) -> torch.Tensor:
     return order
 
 
+@dataclass(eq=False)
 class Route:
-    """The way of a tensor from one layout to another.
+    """The way of a tensor from one layout to another, as one rank sees it."""
 
-    Args:
-        source: Where the elements are.
-        target: Where they go.
-        senders: Who sends what several ranks have.
-        rank: This rank.
-    """
-
-    def __init__(self, source: ChunkLayout, target: ChunkLayout, senders: Senders, rank: int) -> None:
-        self.source = source
-        self.target = target
-        self._senders = senders
-        self._rank = rank
+    source: ChunkLayout  # where the elements are
+    target: ChunkLayout  # where they go
+    senders: Senders  # who sends what several ranks have
+    rank: int  # this one
 
     def incoming(self, slab: Slab) -> Cuts:
         """Return what this rank receives, with its pieces of the target."""
@@ -111,24 +105,24 @@ class Route:
         boxes = self.source.distinct
         piece = torch.arange(len(self._own))
         low, high = boxes.starts[self._own], boxes.stops[self._own]
-        return self._within(Cuts(torch.full_like(piece, self._rank), self._own, piece, low, high).sorted(), slab)
+        return self._within(Cuts(torch.full_like(piece, self.rank), self._own, piece, low, high).sorted(), slab)
 
     @cached_property
     def _own(self) -> torch.Tensor:
-        return self.source.held_by(self._rank)
+        return self.source.held_by(self.rank)
 
     @cached_property
     def _all_arriving(self) -> Cuts:
-        boxes, rows = self.source.distinct, self.target.rows_of(self._rank)
+        boxes, rows = self.source.distinct, self.target.rows_of(self.rank)
         piece, box, low, high = _overlaps(self.target.starts[rows], self.target.stops[rows], boxes.starts, boxes.stops)
-        peer = self._senders.of(self.source, box, torch.full_like(box, self._rank))
+        peer = self.senders.of(self.source, box, torch.full_like(box, self.rank))
         return Cuts(peer, box, piece, low, high).sorted()
 
     @cached_property
     def _arriving(self) -> tuple[Cuts, Cuts]:
         """Return what comes from others, and what this rank has itself."""
         cuts = self._all_arriving
-        stays = torch.isin(cuts.box, self._own) & self._may_stay(cuts.peer, self._rank)
+        stays = torch.isin(cuts.box, self._own) & self._may_stay(cuts.peer, self.rank)
         return cuts.at(~stays), cuts.at(stays)
 
     @cached_property
@@ -136,14 +130,14 @@ class Route:
         boxes, target = self.source.distinct, self.target
         piece, row, low, high = _overlaps(boxes.starts[self._own], boxes.stops[self._own], target.starts, target.stops)
         box, peer = self._own[piece], target.ranks[row]
-        sender = self._senders.of(self.source, box, peer)
+        sender = self.senders.of(self.source, box, peer)
         stays = self._is_held(peer, box) & self._may_stay(sender, peer)
-        return Cuts(peer, box, piece, low, high).at((sender == self._rank) & ~stays).sorted()
+        return Cuts(peer, box, piece, low, high).at((sender == self.rank) & ~stays).sorted()
 
     def _is_held(self, peer: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
         """Whether peers hold boxes of this rank, too."""
         if not self.source.has_replicas:
-            return peer == self._rank
+            return peer == self.rank
         which = self.source.distinct.which
         rows = torch.isin(which, self._own)
         count = len(self.source.distinct.starts)
@@ -151,9 +145,9 @@ class Route:
 
     def _may_stay(self, sender: torch.Tensor, rank: torch.Tensor | int) -> torch.Tensor:
         """Whether a rank that has a box may use its own."""
-        if self._senders.source is None:
+        if self.senders.source is None:
             return torch.ones_like(sender, dtype=torch.bool)
-        return (sender != self._senders.source) | (sender == rank)
+        return (sender != self.senders.source) | (sender == rank)
 
     def _within(self, cuts: Cuts, slab: Slab) -> Cuts:
         """Return what lies in one slab of each box."""
@@ -184,11 +178,11 @@ class Route:
         """How many elements a rank sends at most, about: what it passes on, to as many ranks as want each element."""
         copies = -(-int(self.target.volumes.sum()) // max(self.target.numel, 1))
         boxes = self.source.distinct
-        if self._senders.turn is None:
+        if self.senders.turn is None:
             owned = _per_rank(self.source.ranks, self.source.volumes)
             return owned * -(-copies // int(self.source.holders.number[0]))
         number = torch.arange(len(boxes.starts))
-        return _per_rank(self._senders.of(self.source, number, number), boxes.volumes) * copies
+        return _per_rank(self.senders.of(self.source, number, number), boxes.volumes) * copies
 
     @cached_property
     def most_held(self) -> int:

@@ -16,16 +16,10 @@ _MAX_TURNS: Final = 16
 
 
 def choose_owners(held: Sequence[tuple[ChunkLayout, int]], size: int) -> list[torch.Tensor]:
-    """Choose, for every box of every layout, the one of the ranks that hold it which keeps it.
+    """Choose, for every distinct box of every layout, the one of the ranks that hold it which keeps it.
 
-    The largest first, the least loaded rank takes it: all ranks choose alike without talking to each other.
-
-    Args:
-        held: Layouts, and the bytes of an element.
-        size: How many ranks there are.
-
-    Returns:
-        For each layout the ranks of its distinct boxes.
+    The largest first, the least loaded rank takes it: all ranks choose alike without talking to each other. With each
+    layout come the bytes of an element.
     """
     result = [layout.holders.ranks for layout, _ in held]
     loads = torch.zeros(size, dtype=torch.int64)
@@ -46,26 +40,17 @@ def choose_owners(held: Sequence[tuple[ChunkLayout, int]], size: int) -> list[to
 
 
 class Senders(NamedTuple):
-    """A rule that says, for each box and each rank that lacks it, which holder sends it.
+    """A rule that says, for each box and each rank that lacks it, which holder sends it."""
 
-    Attributes:
-        turn: The holders take turns, from box to box: which of them sends the first box. With ``None`` a rank gets what
-            it lacks from the holders that have the same place among the holders of a box as the rank itself has among
-            those of its own: in a hybrid mesh these are the ranks of its own replica.
-        source: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
-    """
-
+    #: The holders take turns, from box to box: which of them sends the first box. With ``None`` a rank gets what it
+    #: lacks from the holders that have the same place among the holders of a box as the rank itself has among those of
+    #: its own: in a hybrid mesh these are the ranks of its own replica.
     turn: int | None
+    #: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
     source: int | None
 
     def of(self, layout: ChunkLayout, boxes: torch.Tensor, peers: torch.Tensor) -> torch.Tensor:
-        """Return the senders.
-
-        Args:
-            layout: Who holds what.
-            boxes: Numbers of distinct boxes.
-            peers: For each of them the rank that it goes to.
-        """
+        """Return the senders of distinct boxes (by their numbers) to the ranks that each goes to."""
         holders = layout.holders
         place = boxes + self.turn if self.turn is not None else layout.replica_of(peers)
         found = holders.ranks[holders.first[boxes] + place % holders.number[boxes]]

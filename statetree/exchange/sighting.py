@@ -13,13 +13,7 @@ from statetree.exchange.manifest import is_strided
 from statetree.leaves.builtin import holds_tensor, leaf_type_of
 from statetree.spans.columns import addresses, storage_sizes, storages_of
 from statetree.spans.layout import holds_memory
-from statetree.torch_internals import (
-    carry_tangents,
-    is_zero_tensor,
-    storage_at,
-    storage_key,
-    without_elements,
-)
+from statetree.torch_internals import carry_tangents, is_zero_tensor, storage_at, storage_key, without_elements
 from statetree.tree.spec import TreeSpec
 from statetree.tree.traversal import traverse
 

@@ -26,23 +26,14 @@ Cut = tuple[tuple[int, int, int], ...]
 
 
 class Run(NamedTuple):
-    """Boxes of one piece that lie at equal distances.
+    """Boxes of one piece that lie at equal distances."""
 
-    Attributes:
-        first: Which stretch of the stack holds the first.
-        boxes: How many there are, in as many stretches.
-        piece: Which piece they are of.
-        cut: Where the first lies in it.
-        dim: In which dim they lie behind each other.
-        step: At which distance there.
-    """
-
-    first: int
-    boxes: int
-    piece: int
-    cut: Cut
-    dim: int = 0
-    step: int = 0
+    first: int  # which stretch of the stack holds the first
+    boxes: int  # how many there are, in as many stretches
+    piece: int  # which piece they are of
+    cut: Cut  # where the first lies in it
+    dim: int = 0  # in which dim they lie behind each other
+    step: int = 0  # at which distance there
 
     def of(self, pieces: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
         """Return the boxes of each of some tensors: one, or several as ``[box, ...]``."""
@@ -56,37 +47,23 @@ class Run(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A box of each of a part's moves, in every stretch of a stack.
+    """A box of each of a part's moves, in every stretch of a stack."""
 
-    Attributes:
-        part: The number of the part.
-        offset: Where the first one begins in a stretch, in bytes. The others follow it.
-        sizes: Their shape.
-        runs: Where they belong.
-    """
-
-    part: int
+    part: int  # the number of the part
+    #: Where the first one begins in a stretch, in bytes. The others follow it.
     offset: int
-    sizes: tuple[int, ...]
-    runs: list[Run]
+    sizes: tuple[int, ...]  # their shape
+    runs: list[Run]  # where they belong
 
 
 class Stack(NamedTuple):
-    """Stretches that look alike.
+    """Stretches that look alike."""
 
-    Attributes:
-        peers: Whose they are.
-        start: Where the first one begins, in bytes.
-        stride: How far they are apart; 0 if it is the same one for all peers.
-        nbytes: How many bytes each has.
-        fields: What lies in each.
-    """
-
-    peers: list[int]
-    start: int
-    stride: int
-    nbytes: int
-    fields: list[Field]
+    peers: list[int]  # whose they are
+    start: int  # where the first one begins, in bytes
+    stride: int  # how far they are apart; 0 if it is the same one for all peers
+    nbytes: int  # how many bytes each has
+    fields: list[Field]  # what lies in each
 
 
 class LargeBox(NamedTuple):
@@ -100,17 +77,11 @@ class LargeBox(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What is sent in one round, or received.
+    """What is sent in one round, or received."""
 
-    Attributes:
-        stacks: What is packed.
-        large: What travels by itself.
-        nbytes: The bytes of all stacks.
-    """
-
-    stacks: list[Stack]
-    large: list[LargeBox]
-    nbytes: int
+    stacks: list[Stack]  # what is packed
+    large: list[LargeBox]  # what travels by itself
+    nbytes: int  # the bytes of all stacks
 
     @property
     def num_places(self) -> int:
@@ -122,14 +93,13 @@ class Side(NamedTuple):
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Column:
+class _Column(NamedTuple):
     """A part's boxes, of each peer one at most."""
 
-    def __init__(self, number: int, part: Part, cuts: Cuts, pieces: Bounds) -> None:
-        self.number = number
-        self.part = part
-        self.cuts = cuts
-        self.pieces = pieces
+    number: int
+    part: Part
+    cuts: Cuts
+    pieces: Bounds
 
     @property
     def nbytes(self) -> torch.Tensor:
@@ -138,7 +108,7 @@ class _Column:
 
     def at(self, rows: torch.Tensor) -> _Column:
         """Return some of them."""
-        return _Column(self.number, self.part, self.cuts.at(rows), self.pieces)
+        return self._replace(cuts=self.cuts.at(rows))
 
     def rows_of(self, peers: torch.Tensor) -> Cuts:
         """Return the boxes of some of the peers that have one."""
@@ -158,11 +128,9 @@ def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
 
 
 def lay_out_bucket(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = False) -> Side:
-    """Give every box its place in a bucket.
+    """Give every box its place in a bucket: those of this rank's pieces that go to peers, or come from them.
 
-    Args:
-        found: The parts of a round, and the boxes of this rank's pieces that go to peers, or come from them.
-        in_order: Whether the stretches lie in the order of the peers. Otherwise that of boxes in tensors is preferred.
+    With ``in_order`` the stretches lie in the order of the peers. Otherwise that of boxes in tensors is preferred.
     """
     columns = [
         _Column(number, part, slot, pieces)

@@ -98,33 +98,20 @@ class PlannedTransfers(NamedTuple):
 
 
 class TransferOptions(NamedTuple):
-    """How elements are moved.
+    """How elements are moved."""
 
-    Attributes:
-        key: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
-        group: The ranks.
-        device: The memory that is sent from and received into.
-        bucket_bytes: As for ``BucketedPlan``.
-        source: As for ``BucketedPlan``.
-    """
-
+    #: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
     key: Any
-    group: Group
-    device: torch.device
-    bucket_bytes: int
-    source: int | None = None
+    group: Group  # the ranks
+    device: torch.device  # the memory that is sent from and received into
+    bucket_bytes: int  # as for ``BucketedPlan``
+    source: int | None = None  # as for ``BucketedPlan``
 
 
 def plan_transfers(
     options: TransferOptions, transfers: Sequence[Transfer], reduction: Reduction | None = None
 ) -> PlannedTransfers:
-    """Plan how elements move from where they come from to where they go, and take the memory for it.
-
-    Args:
-        options: How.
-        transfers: What moves.
-        reduction: What is put together before that.
-    """
+    """Plan how elements move, once partials are put together (``reduction``), and take the memory for it."""
     legs = []
     if reduction is not None:
         summed = _planned(options, "partials", lambda: reduction.moves, reduction.pieces)

@@ -140,19 +140,19 @@ def _is_whole(value: Any, depth: int, *, in_tuple: bool) -> bool:
     return is_plain(value)
 
 
-def whole_tensors(tree: Any, *, keeps_strides: bool, on_ranks: bool = False) -> Any:
+def whole_tensors(tree: Any, *, by_all_ranks: bool = False) -> Any:
     """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
 
-    Unless ``on_ranks``, ranks may not hold parts of a leaf, which no file has the whole of; and a few bytes of a file
-    may not stand for many, unless ``keeps_strides``.
+    Where one rank writes, others may not hold parts of a leaf. What all write has the elements of a tensor one by one:
+    a few bytes of a file may not stand for many there.
     """
     made: dict[int, Any] = {}
 
     def whole(path: key_paths.Path, leaf: Any) -> Any:
-        if is_distributed(leaf) and not on_ranks:
+        if is_distributed(leaf) and not by_all_ranks:
             msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
             raise UnsupportedLeaf(msg, path)
-        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:
+        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and by_all_ranks:
             what = "is a view that repeats its elements: expected memory of its own. Leave it out."
             msg = f"save: the leaf at {path or '<root>'} {what}"
             raise UnsupportedLeaf(msg, path)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.chunks.boxes import in_slabs, whole_box
-from statetree.files.ranges import BUCKET_BYTES
-from statetree.files.stored import STAND_IN, StoredTensor, convert_into
+from statetree.files.stored import STAND_IN, StoredTensor, fill_by
+from statetree.files.strided_reading import in_buckets
 from statetree.leaves.types.tensor import identified
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree.stand_ins import STAND_INS
@@ -23,10 +22,7 @@ if TYPE_CHECKING:
 class DerivedTensor(StoredTensor):
     """A tensor whose elements are made of those of stored tensors when they are read.
 
-    Args:
-        outline: The tensor that it stands for, on ``meta``.
-        sources: The stored tensors.
-        fill: Fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
+    ``fill`` fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
     """
 
     def __init__(
@@ -76,17 +72,15 @@ class DerivedTensor(StoredTensor):
             self.read_into(hull.start, whole)
             copy_each([target], [region._replace(start=(0,) * whole.dim()).view(whole, target.shape)])
             return
-        for box in in_slabs(whole_box(target.shape), max(1, -(-target.nbytes // BUCKET_BYTES))):
-            place, start = target[(*map(slice, box.start, box.stop),)], (*map(add, hull.start, box.start),)
-            if place.dtype == self._kept.dtype and place.device.type == "cpu":
-                self._make(start, place)
-                continue
-            scratch = torch.empty(box.sizes, dtype=self._kept.dtype, device="cpu")
-            self._make(start, scratch)
-            if place.dtype == scratch.dtype:
-                copy_each([place], [scratch])
-            else:
-                convert_into(scratch, place, "what is made of stored tensors")
+        if target.dtype == self._kept.dtype and target.device.type == "cpu":
+            for box in in_buckets(target.shape, target.itemsize):
+                self._make((*map(add, hull.start, box.start),), target[(*map(slice, box.start, box.stop),)])
+            return
+
+        def make(start: tuple[int, ...], scratch: torch.Tensor) -> None:
+            self._make((*map(add, hull.start, start),), scratch)
+
+        fill_by(make, target, self._kept.dtype, "what is made of stored tensors")
 
     def location(self) -> Any:
         """Return what is equal for the same tensor alone."""

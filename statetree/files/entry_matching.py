@@ -52,6 +52,7 @@ class _Entries:
         candidates = (
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
             *((*key[:known], *as_text[known:]) for known in range(len(key))),  # below containers that are known
+            *((*as_text[:unknown], *key[unknown:]) for unknown in range(1, len(key))),  # above them
             (f"s{name}",),
         )
         return next((self.place[found] for found in candidates if found in self.place), None)
@@ -72,13 +73,9 @@ def matched_entries(
 ) -> dict[int, Any]:
     """Return what a checkpoint has of the leaves of a tree, by their indices.
 
-    Args:
-        stored: The tree that the checkpoint holds, and whether it says how it was nested.
-        like: The structure of the other tree, lists and tuples of plain values being leaves.
-        leaves: Its leaves.
-        chosen: Which of these are loaded; ``None`` for all, and then the checkpoint may have no others.
-        strict: Whether it must have all of them. Otherwise what one side lacks is left alone.
-        partly: Whether mappings of the tree may leave out keys of the checkpoint, but for empty ones.
+    ``stored`` is the checkpoint's tree, and whether that says how it was nested; in ``like``, lists and tuples of plain
+    values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no others; ``partly`` lets
+    mappings that are not empty leave out keys of it.
     """
     values, spec = flatten_for("load", stored[0], is_leaf=is_entry)
     theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)
@@ -114,7 +111,8 @@ def _missing(
         path, wanted = ours.paths[index], "present"
         if ours.keys[index] in inside or not path:
             is_empty = is_empty or leaves[index] in ([], ())
-            found.append(Difference(path, "structure", "several entries", f"one ({type(leaves[index]).__qualname__})"))
+            one = type(leaves[index]).__qualname__ + "; pass its state_dict()" * hasattr(leaves[index], "state_dict")
+            found.append(Difference(path, "structure", "several entries", f"one ({one})"))
             continue
         if other := by_name.get(ours.names[index]):
             alike = f"the checkpoint has {', '.join(map(exactly, other))}"

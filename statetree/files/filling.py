@@ -12,10 +12,9 @@ from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.files.stored import OutOfRange
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
-from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import once, overlaps_itself, shared_elements
+from statetree.spans.layout import extent_bytes, holds_memory
+from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.torch_internals import is_zero_tensor, quietly
-from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,19 +30,12 @@ _RANGE_REMEDY: Final = "Other tensors may be filled. Convert to a dtype of a lar
 
 
 class Target(NamedTuple):
-    """A plain tensor to fill, which may be of another dtype than what is stored.
+    """A plain tensor to fill, which may be of another dtype than what is stored."""
 
-    Attributes:
-        path: Where its leaf lies.
-        stored: What it is filled from.
-        box: Which elements of that.
-        tensor: The tensor, of the shape of the box.
-    """
-
-    path: Path
-    stored: StoredTensor
-    box: Box
-    tensor: torch.Tensor
+    path: Path  # where its leaf lies
+    stored: StoredTensor  # what it is filled from
+    box: Box  # which elements of that
+    tensor: torch.Tensor  # of the shape of the box
 
     def read(self, verb: str, tensor: torch.Tensor) -> None:
         """Read the elements into a tensor."""
@@ -66,7 +58,6 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
     Otherwise, and where values are out of range, it raises ``TreeMismatch``: others are filled then, and these in part,
     except that a tensor that overlaps itself keeps what it held.
     """
-    found: list[Difference] = []
     plain: list[Target] = []
     overlapping: list[Target] = []
     filled: set[Any] = set()
@@ -76,15 +67,11 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
             filled.add(location)
             (overlapping if overlaps_itself(target.tensor.shape, target.tensor.stride()) else plain).append(target)
     _read_each(verb, plain)
-    for target in overlapping:
-        left = once(target.tensor, _with_strides_of(target.tensor, target.fresh(verb)))
-        if left is None:
-            found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
-        else:
-            copy_into(left[1], left[0])
+    refused = [target.path for target in overlapping if not _fill_overlapping(target.tensor, target.fresh(verb))]
     pairs = shared_elements(Columns([target.tensor for target in targets]))
     tied = [targets[index] for index in sorted({index for pair in pairs for index in pair})]
     wrong = {target.path: None for target in tied if not same_bytes(target.tensor, target.fresh(verb))}
+    found = [Difference(path, "overlap", "values of its own", "a tensor that overlaps itself") for path in refused]
     found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
     if found:
         raise TreeMismatch.between(verb, found, _REMEDY)
@@ -119,14 +106,20 @@ def _read_each(verb: str, targets: Sequence[Target]) -> None:
     other.result()
 
 
-def _with_strides_of(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``fresh`` as a tensor that overlaps itself has them, if they agree where it does."""
-    count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
+    """Fill a tensor that overlaps itself with elements, if those for one place are the same; return whether they are.
+
+    Bytes are written, not elements: some dtypes cannot be put anywhere by an index.
+    """
+    count = extent_bytes(tensor.shape, tensor.stride(), 1)
     at = torch.arange(count, device=fresh.device).as_strided(tensor.shape, tensor.stride()).flatten()
-    memory = torch.empty((count, fresh.itemsize), dtype=torch.uint8, device=fresh.device)
-    memory[at] = fresh.flatten().view(torch.uint8).view(-1, fresh.itemsize)
-    copy = memory.flatten().view(fresh.dtype).as_strided(tensor.shape, tensor.stride())
-    return copy if same_bytes(copy, fresh) else fresh
+    rows = fresh.flatten().view(torch.uint8).view(-1, fresh.itemsize)
+    places = torch.empty((count, fresh.itemsize), dtype=torch.uint8, device=fresh.device)
+    places[at] = rows
+    if not torch.equal(places[at], rows):
+        return False
+    tensor.as_strided((count,), (1,)).view(torch.uint8).view(-1, fresh.itemsize)[at] = rows
+    return True
 
 
 def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.files.untrusted import refuse
+from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,11 @@ def read_index(file: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> 
     weights = read_json(file, 0, file.length, "the index").get("weight_map")
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
         refuse(path, "it has no weight_map from names of tensors to names of files")
-    shards = {name: file.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
+    files = file.files
+    shards = {
+        name: files.open(inside(path.parent, name, path, follow_links=files.follow_links))
+        for name in dict.fromkeys(weights.values())
+    }
     found = {name: read(shard) for name, shard in shards.items()}
     tree = {}
     for key, name in weights.items():

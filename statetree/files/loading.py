@@ -137,18 +137,14 @@ def load(
 
 
 class LoadOptions(NamedTuple):
-    """How a checkpoint is loaded: as ``load`` has it, and ``partly``.
-
-    Attributes:
-        partly: Whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones.
-    """
+    """How a checkpoint is loaded: as ``load`` has it, and ``partly``."""
 
     in_place: bool = False
     cast: bool = False
     strict: bool = True
     verify: bool = True
     weights_only: bool = True
-    partly: bool = False
+    partly: bool = False  # whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones
     where: Where | None = None
     through: Callable[[Any], Any] | None = None
 
@@ -241,9 +237,9 @@ class _Filled:
         values = {i: found for i, found in values.items() if not isinstance(found, StoredParts)}
         refuse_all(
             [
-                Difference(self._paths[index], "leaf type", "a plain value", _described(lowered.leaves[index]))
-                for index in values
-                if not (is_value(lowered.leaves[index]) or is_entry(lowered.leaves[index]))
+                Difference(self._paths[i], "leaf type", "a plain value", _described(leaf))
+                for i, leaf in enumerate(lowered.leaves)
+                if i in values and not (is_value(leaf) or is_entry(leaf))
             ]
         )
         filled = [leaf if i in stored and i not in values else None for i, leaf in enumerate(lowered.leaves)]

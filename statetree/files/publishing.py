@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import filecmp
@@ -73,13 +74,8 @@ def write_whole(
 ) -> None:
     """Write a checkpoint to a folder beside it, and rename its files. What was there stays if writing fails.
 
-    Args:
-        path: Where it is written.
-        write: Writes files into a folder and returns their names, the one that speaks of the others last.
-        is_directory: Whether the folder itself is the checkpoint.
-        overwrite: Whether what is there is replaced.
-        protected: Files and directories of which none is replaced.
-        by_several: Whether other processes may write the same checkpoint now, which is then published once.
+    ``write`` writes files into a folder and returns their names, the one that speaks of the others last. If other
+    processes may write the same checkpoint now (``by_several``), it is published once.
     """
     target = path.parent.resolve() / path.name
     _check_destination(target, is_directory=is_directory, overwrite=overwrite)
@@ -105,7 +101,8 @@ def write_whole(
                 if there and not overwrite:
                     _refuse(there[0], "it exists already", _OTHER_NAME)
                 _check_protected(path, [*there, *old], protected)
-                _publish(folder, names, home, old)
+                if not (is_directory and _exchanged(folder, target)):
+                    _publish(folder, names, home, old)
                 sync(home)
             sync(target.parent)
     except (OSError, CheckpointError) as failure:
@@ -189,6 +186,25 @@ def upload_whole(
 
         for step in (prepare, upload, commit):
             together(step)
+
+
+#: ``AT_FDCWD`` of Linux: names are relative to the working directory.
+_HERE: Final = -100
+#: Of Linux, too.
+_RENAME_EXCHANGE: Final = 2
+
+
+# Otherwise whoever kills this process in between has neither the old checkpoint nor the new one.
+def _exchanged(folder: Path, other: Path) -> bool:
+    """Give each of two folders the other's name, in one step, and say whether the system could."""
+    try:
+        exchange = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    if other.is_symlink():  # what it leads to is to be replaced, and not the link
+        return False
+    shutil.copymode(other, folder)
+    return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 
 def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]) -> None:

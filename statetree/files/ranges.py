@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.crc32 import crc32
-from statetree.files.untrusted import inside, refuse
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,24 +52,17 @@ class _Handle(int):
 class OpenFiles:
     """The files of one checkpoint, of which the last few used are open. They are closed when nothing refers to them.
 
-    Args:
-        follow_links: Whether names that a checkpoint lists may be symbolic links to files outside its directory.
-        verify: Whether elements are compared with the checkpoint's checksums before they are read; ``None`` for plain
-            values alone.
-        weights_only: Whether plain values are of the classes that ``torch.load(weights_only=True)`` admits.
-
-    Attributes:
-        nbytes_read: How many bytes were read, for tests that count them. Mapped memory is not counted.
-        is_remote: Whether bytes have to be fetched, and no memory is mapped.
+    ``verify`` says whether elements are compared with the checkpoint's checksums before they are read; ``None`` for
+    plain values alone.
     """
 
-    is_remote = False
+    is_remote = False  # whether bytes have to be fetched, and no memory is mapped
 
     def __init__(self, *, follow_links: bool = False, verify: bool | None = None, weights_only: bool = True) -> None:
         self.follow_links = follow_links
         self.verify = verify
         self.weights_only = weights_only
-        self.nbytes_read = 0
+        self.nbytes_read = 0  # for tests that count them; mapped memory is not counted
         self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
@@ -83,10 +76,6 @@ class OpenFiles:
     def open(self, path: Path) -> FileRange:
         """Return a whole file. Raises ``CheckpointError`` if it is no file that can be read."""
         return FileRange(self, path, 0, self.identity(path).nbytes)
-
-    def listed(self, directory: Path, name: object, listed_in: Path) -> FileRange:
-        """Return the file that a name out of an untrusted file stands for: see ``inside``."""
-        return self.open(inside(directory, name, listed_in, follow_links=self.follow_links))
 
     @property
     def paths(self) -> Sequence[Path]:

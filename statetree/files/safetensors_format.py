@@ -161,8 +161,10 @@ def _tensors(tree: Any) -> dict[str, Any]:
     if why:
         lines = [f"{printable(key)}: {reason}" for key, reason in list(why.items())[:10]]
         more = [f"… and {len(why) - 10} more"] * (len(why) > 10)
-        msg = "save: safetensors hold tensors only, and not of every kind: got\n  " + "\n  ".join([*lines, *more])
-        raise CheckpointError(msg + "\nLeave them out (select; convert: --match, --drop-values), or convert them.")
+        msg = "save: safetensors files hold only tensors, and not of all kinds: got\n  " + "\n  ".join([*lines, *more])
+        raise CheckpointError(
+            msg + "\nLeave them out (select; convert: --match, --drop-values), or choose another format."
+        )
     return flat
 
 

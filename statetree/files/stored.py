@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
-from statetree.chunks.boxes import Box, in_slabs, whole_box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import CheckpointError, check_later, with_checks
-from statetree.files.ranges import BUCKET_BYTES
-from statetree.files.strided_reading import NUMBERS, read_strided
+from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
 from statetree.key_paths import Path
 from statetree.leaves.builtin import facts
@@ -54,17 +53,26 @@ class StoredPiece(NamedTuple):
 
 
 class OutOfRange(CheckpointError):
-    """Elements that the dtype they are read into cannot hold.
+    """Elements that the dtype they are read into cannot hold."""
 
-    Attributes:
-        found: What was got, and what is expected.
-    """
-
-    found: tuple[str, str] = ("", "")
+    found: tuple[str, str] = ("", "")  # what was got, and what is expected
 
 
-def convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
-    """Write what was read into a tensor of another dtype."""
+def fill_by(
+    read: Callable[[tuple[int, ...], torch.Tensor], None], target: torch.Tensor, dtype: torch.dtype, label: str
+) -> None:
+    """Fill a tensor, a bucket at a time, by a function that reads the elements of a box in a dtype and on the CPU."""
+    for box in in_buckets(target.shape, dtype.itemsize):
+        part = target[(*map(slice, box.start, box.stop),)]
+        scratch = torch.empty(box.sizes, dtype=dtype, device="cpu")
+        read(box.start, scratch)
+        if part.dtype == dtype:
+            copy_each([part], [scratch])
+        else:
+            _convert_into(scratch, part, label)
+
+
+def _convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
     found = out_of_range(source, target.dtype)
     if found is not None:
         what = f"it has elements out of range: expected {found[1]}, got {found[0]}"
@@ -264,25 +272,19 @@ class StoredTensor:
                 _look_again(piece.file)
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
-        kept, has_bits = self._kept, any(piece.bits)
-        number = NUMBERS[kept.dtype.itemsize]
-        is_plain = target.device.type == "cpu" and target.dtype == kept.dtype
+        dtype, has_bits = self._kept.dtype, any(piece.bits)
+        number = NUMBERS[dtype.itemsize]
+        is_plain = target.device.type == "cpu" and target.dtype == dtype
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
             read_strided(piece.file, target.view(number), offset, piece.stride)
             return
-        whole = whole_box(target.shape)
-        for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
-            scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
-            read_strided(
-                piece.file, scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
-            )
+
+        def read(start: tuple[int, ...], scratch: torch.Tensor) -> None:
+            read_strided(piece.file, scratch.view(number), offset + sum(map(mul, start, piece.stride)), piece.stride)
             if has_bits:
                 set_bits(scratch, conj=piece.bits[0], neg=piece.bits[1])
-            part = target[(*map(slice, box.start, box.stop),)]
-            if part.dtype == kept.dtype:
-                copy_each([part], [scratch])
-            else:
-                convert_into(scratch, part, piece.file.label)
+
+        fill_by(read, target, dtype, piece.file.label)
 
     @property
     def is_repetitive(self) -> bool:
@@ -297,8 +299,7 @@ class StoredTensor:
         shape = tuple(self.shape)
         if self.is_repetitive:
             shape = tuple([min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True)])
-        whole = whole_box(shape)
-        for box in in_slabs(whole, max(1, -(-whole.volume * self.dtype.itemsize // BUCKET_BYTES))):
+        for box in in_buckets(shape, self.dtype.itemsize):
             yield (*map(slice, box.start, box.stop),)
 
     def location(self) -> Any:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from statetree.chunks.boxes import in_slabs, whole_box
 from statetree.errors import UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.files.ranges import FileRange
 
 #: Elements are moved as integers of their size, since not every dtype can be copied.
@@ -33,6 +35,12 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
         msg = f"a tensor of the shape {tuple(tensor.shape)} has no memory: expected one with elements. Materialize it."
         raise UnsupportedLeaf(msg)
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
+def in_buckets(shape: Sequence[int], itemsize: int) -> list[Box]:
+    """Return boxes of at most a bucket, in row-major order, which together are a tensor of a shape."""
+    whole = whole_box(shape)
+    return in_slabs(whole, max(1, -(-whole.volume * itemsize // BUCKET_BYTES)))
 
 
 def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:

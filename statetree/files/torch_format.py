@@ -8,7 +8,7 @@ import sys
 import warnings
 from contextlib import suppress
 from functools import partial
-from pickle import PicklingError, UnpicklingError
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole
 from statetree.files.crc32 import crc32
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
-from statetree.files.ranges import OpenFiles
+from statetree.files.ranges import FileRange, OpenFiles
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_members
@@ -35,16 +35,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
-    from statetree.files.ranges import FileRange
 
+#: Never left to torch, which admits it: making one starts a process group.
+_REFUSED: Final = "torch.distributed.device_mesh.DeviceMesh"
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
 _ALIGNMENT: Final = 16
-#: What torch raises for what it cannot save.
-_REFUSALS: Final = (
-    *(UnpicklingError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, AssertionError),
-    *(NotImplementedError, MemoryError, OverflowError),
-)
 #: The part of what ``torch.load`` says that is not advice for its callers.
 _REASON: Final = re.compile(
     r"(?:WeightsUnpickler error: |(?=Unsupported (?:global|class|operand)|Trying to load))(.*?)(?:\. | Check the doc|$)"
@@ -54,14 +50,12 @@ _REASON: Final = re.compile(
 class TorchArchive:
     """A file of ``torch.save``, or what DCP keeps of an entry in one.
 
-    Attributes:
-        members: Its members by name; the storages by key, of a file of torch before 1.6.
-        foreign: The classes and functions that its pickle names and that are not known, once it is read.
+    Its ``members`` are those of the archive by name; of a file of torch before 1.6, the storages by key.
     """
 
     def __init__(self, file: FileRange) -> None:
         self.file = file
-        self.foreign: list[str] = []
+        self.foreign: list[str] = []  # classes and functions that its pickle names and that are not known, once read
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._stored: dict[int, StoredTensor] = {}
@@ -226,10 +220,12 @@ class TorchFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a file, of each storage what lies between the first and the last element that the tree has."""
-        tree = whole_tensors(tree, keeps_strides=True)
+        tree = whole_tensors(tree)
         try:
             save_as(offload(tree) if _is_loose(tree) else tree, folder / name)
-        except (*_REFUSALS, PicklingError, RecursionError) as error:
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # whatever the values' own methods raise
             what = f"torch cannot save the {_culprit(tree)}: {type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"save: {what}. Leave it out (select).") from error
         try:  # by the names in the pickle: tensors are neither made nor mapped
@@ -264,14 +260,7 @@ def _culprit(tree: Any) -> str:
     leaves, spec = flatten(tree)
     tensors_last = sorted(zip(spec.paths(), leaves, strict=True), key=lambda pair: isinstance(pair[1], torch.Tensor))
     for path, leaf in tensors_last:
-        file = io.BytesIO()
-        try:
-            torch.save(leaf, file)
-            file.seek(0)
-            is_refused = bool(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        except Exception:  # noqa: BLE001 - whatever the value's own methods raise
-            is_refused = True
-        if is_refused:
+        if not is_loaded(leaf):
             return f"leaf at {path or '<root>'} ({type(leaf).__qualname__})"
     return "tree"
 
@@ -329,6 +318,28 @@ def is_loaded(value: Any) -> bool:
     except Exception:  # noqa: BLE001 - whatever it is, loading would raise it
         return False
     return True
+
+
+def read_value(data: bytes) -> Any:
+    """Return the value that ``torch.save`` wrote. Any exception says that it is damaged, or of a class not admitted.
+
+    What names other classes than are known here is left to ``torch.load(weights_only=True)``, which admits those that
+    the user named with ``torch.serialization.add_safe_globals``.
+    """
+    archive = TorchArchive(FileRange.of(data, "the value"))
+    value = archive.read()
+    if _REFUSED in archive.foreign:
+        raise BadPickle(f"Unsupported class {_REFUSED}")
+    return torch.load(io.BytesIO(data), weights_only=True) if archive.foreign else value
+
+
+def why_not_restorable(data: bytes) -> str:
+    """Say why a value that ``torch.save`` wrote does not come back by default; empty if it does."""
+    try:
+        read_value(data)
+    except Exception as error:  # noqa: BLE001 - whatever it is, loading would raise it
+        return gist(error)
+    return ""
 
 
 def gist(error: Exception) -> str:

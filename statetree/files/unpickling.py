@@ -112,7 +112,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
             self.stack[-1] = self._made(name, known, args)
 
     def _made(self, name: str, known: Known | None, args: Sequence[Any]) -> Any:
-        if known is None or any(isinstance(arg, StoredObject) and self._is_foreign(arg) for arg in args):
+        if known is None or any(map(self._is_foreign, args)):
             return _NotMade(name)
         if known.make is None:
             raise BadPickle(f"it makes a {name} in an unknown way")
@@ -128,8 +128,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
             raise BadPickle(f"it has more than {_MAX_DEFAULTDICTS} mappings of the class defaultdict")
         return made
 
-    def _is_foreign(self, value: StoredObject) -> bool:
-        return isinstance(value, _NotMade) or value.name in self.foreign
+    def _is_foreign(self, value: Any) -> bool:
+        return isinstance(value, _NotMade) or (isinstance(value, StoredObject) and value.name in self.foreign)
 
     def load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -203,13 +203,7 @@ def read_pickle(
 ) -> tuple[Any, list[str]]:
     """Return what a pickle holds, and the names in it of which objects are not loaded.
 
-    Args:
-        data: The pickle, or a file that stands where it begins.
-        find: Returns what a name stands for; ``None`` if it is not known.
-        storage: Returns what the parts of a persistent id stand for. Without it, there may be none.
-
-    Raises:
-        BadPickle: If it is damaged, or holds what cannot be made.
+    ``find`` says what a name stands for, ``storage`` what the parts of a persistent id do: without it, there are none.
     """
     unpickler = _Unpickler(io.BytesIO(data) if isinstance(data, bytes) else data, find, storage)
     try:

@@ -16,7 +16,8 @@ bottom:
 - ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.
-- ``registry``: those that users registered; ``engine_type``: what the engines ask of one beside what users write.
+- ``registry``: those that users registered; ``engine_type``: what the engines ask of one beside what users
+  write, and the parts of distributed values.
 - ``leaf_type``: ``LeafType``, from which all derive.
 """
 

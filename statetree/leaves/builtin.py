@@ -32,7 +32,7 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
     "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("dtensor", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
-    "statetree.leaves.types.part.LeafPart": ("part", "PART"),
+    "statetree.leaves.engine_type.LeafPart": ("part", "PART"),
     "statetree.leaves.types.converted.ConvertedLeaf": ("converted", "CONVERTED"),
     "torchao.optim.subclass_8bit.OptimState8bit": ("wrapper", "LOW_BIT"),
     "torchao.optim.subclass_4bit.OptimState4bit": ("wrapper", "LOW_BIT"),

@@ -63,16 +63,13 @@ def _range(source: torch.dtype, target: torch.dtype) -> _Range | None:
     return None if torch.finfo(source).max < limit and infinite else _Range(largest, limit, infinite)
 
 
-def out_of_range(
-    source: torch.Tensor, target: torch.dtype, converted: torch.Tensor | None = None
-) -> tuple[str, str] | None:
+def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[str, str] | None:
     """Say which elements of a tensor are too large for a dtype, and which are not; ``None`` if none is too large.
 
-    Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor. What
-    it was ``converted`` to, if it was, is looked at first: the tensor is read where that is at its limits alone.
+    Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor.
     """
     found = _range(source.dtype, target)
-    if found is None or (converted is not None and _is_below(converted, found.largest)):
+    if found is None:
         return None
     count, example = 0, ""
     for piece, _ in cut(source, source, _PIECE):
@@ -90,11 +87,6 @@ def out_of_range(
             count += int(outside.sum())
     more = f" and {count - 1} more" if count > 1 else ""
     return (f"{example}{more}", f"values up to {found.largest} ({target})") if count else None
-
-
-def _is_below(tensor: torch.Tensor, largest: float) -> bool:
-    """Whether all values are smaller than the largest one of their dtype. What was larger is not, nor is it a NaN."""
-    return all(bool(_parts(piece).abs().amax() < largest) for piece, _ in cut(tensor, tensor, _PIECE) if piece.numel())
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ def _converted(
                 columns.shapes[index], columns.strides[index], layout.offsets[index]
             )
             # Not of the whole span: what lies between views is no element of the tree.
-            if not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
+            if not view.is_meta and (found := out_of_range(parts[part], dtype)):
                 refused.append(Difference(paths[changing[part]], "range", *found))
             if columns.neg[index]:
                 set_bits(view, conj=False, neg=True)

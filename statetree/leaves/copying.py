@@ -235,12 +235,12 @@ class _CopyJob:
     def tie_objects(self) -> None:
         """Let objects be tied to what is written; refuse those that share memory with a source and could not."""
         ties, owners, parts = self._ties, self._unpacked.owners, self._unpacked.parts
+        self.leaves += [self.taken[owners[part]] for part in ties.written]
         for part, source in ties.lost:
             partner = self._path(self.leaves[source]) or "<root>"
             wanted = f"a view on the memory of {partner}"
             self._refuse(self.taken[owners[part]], "ties", wanted, "a tensor without such a view")
         if ties.written:
-            self.leaves += [self.taken[owners[part]] for part in ties.written]
             self.sources = Columns([*self.sources.tensors, *(parts[part] for part in ties.written)])
             self.targets = Columns([*self.targets.tensors, *(ties.views[part] for part in ties.written)])
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import LeafPart, ListedPart
 from statetree.leaves.location import located_error
 from statetree.leaves.replicas import replicated
-from statetree.leaves.types.part import LeafPart, ListedPart
 from statetree.spans.memory import Memory
 from statetree.tree.registry import register_container
 
@@ -142,11 +142,10 @@ class Recipe:
 
     def _misfit(self, expected: str, got: Any) -> UnsupportedLeaf:
         cls = type(self.leaf).__qualname__
-        msg = (
+        return UnsupportedLeaf(
             f"the leaf at %PATH% ({cls}) is not whole when it is packed of whole parts: expected {expected}, got "
             f"{got}. Let its leaf type take shapes and offsets from the parts (see reshaped)."
         )
-        return UnsupportedLeaf(msg)
 
 
 def _given(old: Any, new: Any) -> Any:

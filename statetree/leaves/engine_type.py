@@ -1,10 +1,16 @@
-"""What the engines ask of a leaf type, beside what users write."""
+"""What the engines ask of a leaf type, beside what users write; and parts, which stand for what leaves are made of.
+
+A leaf that is one distributed tensor (a ``DTensor`` of plain tensors, say) is described by its leaf type alone. Where a
+leaf is made of several, ``lowering`` puts a part in the place of each.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from abc import ABC, abstractmethod
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from statetree.chunks.local import listed_chunks
+from statetree.chunks.local import chunks_at, listed_chunks
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.leaf_type import LeafType
 
@@ -16,31 +22,79 @@ if TYPE_CHECKING:
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
 
-
 #: What a value is made of: the parts that hold its elements (a list in the place of one of which this rank holds
 #: several chunks), what putting it together needs beside them, and a tree of what else it carries, which is copied
 #: with them and compared with nothing. A plain tuple, since there is one for every leaf.
 LeafContents = tuple["Sequence[Any]", Any, Any]
 
 
-class DistributedPart(NamedTuple):
-    """One of the parts of a value, of which each rank holds chunks."""
+class LeafPart(ABC):
+    """A strided tensor of which the ranks hold boxes: this rank's tensors, as they lie in the leaf."""
 
-    tensors: Sequence[torch.Tensor]  # the chunks that this rank holds
-    shape: tuple[int, ...]  # the global one
-    offsets: Sequence[tuple[int, ...]]  # where each of the chunks begins in it
-    is_listed: bool  # whether ``unpack`` returns the chunks as a list
+    __slots__ = ("dtype", "shape", "tensors")
+    #: In messages.
+    _statetree_text: ClassVar[str] = "a distributed tensor"
+    #: Whether its leaf is made of parts, and not of their tensors.
+    stays_part = False
+    #: Whether ranks that hold different chunks of the leaf are taken to hold the same of this part.
+    is_assumed_equal = False
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        if not self.tensors:
-            msg = (
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, shape: Sequence[int]) -> None:
+        self.tensors = tensors
+        self.dtype = dtype
+        self.shape = tuple(shape)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
+        """Return the same part of other tensors."""
+        made = copy(self)
+        made.tensors = tensors
+        made.dtype = tensors[0].dtype if tensors else self.dtype
+        return made
+
+    @abstractmethod
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:
+        """Return which boxes this rank holds, and where the others are, if that is known."""
+
+
+class ListedPart(LeafPart):
+    """A part of which each rank knows its own boxes: what ``layout`` says of it, or all where others are not whole.
+
+    Its tensors begin at ``offsets`` in the global shape. In what ``unpack`` returns they are a list if ``is_listed``.
+    """
+
+    __slots__ = ("is_listed", "offsets")
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        offsets: Sequence[Sequence[int]],
+        *,
+        is_listed: bool = False,
+    ) -> None:
+        if not tensors:
+            raise UnsupportedLeaf(
                 "the dtype of the leaf at %PATH% is not known: expected an empty tensor in the list of chunks of a "
                 "rank that holds none. Correct its leaf type."
             )
-            raise UnsupportedLeaf(msg)
-        return self.tensors[0].dtype
+        super().__init__(tensors, tensors[0].dtype, shape)
+        self.offsets = offsets
+        self.is_listed = is_listed
+
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - it knows no others
+        """Return which boxes this rank holds."""
+        return self.chunks_as(self)
+
+    def chunks_as(self, value: Any) -> LocalChunks:
+        """Return which boxes this rank holds, of a value that this part is all of."""
+        return chunks_at(value, self.shape, self.dtype, self.tensors, self.offsets)
+
+
+class WholePart(ListedPart):
+    """A part that is whole on every rank, of a leaf of which other parts are not."""
+
+    __slots__ = ()
+    is_assumed_equal = True
 
 
 class EngineLeafType(LeafType):
@@ -77,7 +131,7 @@ class EngineLeafType(LeafType):
         """Return the context of a value whose elements are of another dtype. Asked where ``elements_only`` holds."""
         return context
 
-    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[DistributedPart | None]:  # noqa: ARG002
+    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[ListedPart | None]:  # noqa: ARG002
         """Return what ``layout`` says of the parts of a value: ``None`` for whole ones, and those of no layout."""
         return [None] * len(parts)
 

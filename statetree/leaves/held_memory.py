@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,7 +61,7 @@ class HeldMemory:
         for kind, held in self._leaves.items():
             own = self._by_kind[kind]
             if kind is None:
-                unpacked = unpack("prepare", held, lambda own=own: self._paths(own), memory=False)  # type: ignore[misc]  # mypy infers no defaults
+                unpacked = unpack("prepare", held, partial(self._paths, own), memory=False)
                 parts += unpacked.parts
                 owners += [own[place] for place in unpacked.owners]
             else:

@@ -10,10 +10,10 @@ import torch
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.divided import DividedLeaf, Recipe
+from statetree.leaves.engine_type import LeafPart
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf
-from statetree.leaves.types.part import LeafPart
 from statetree.spans.bits import as_plain
 from statetree.spans.memory import Memory
 from statetree.torch_internals import copy_each, storage_key

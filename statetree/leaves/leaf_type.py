@@ -62,11 +62,10 @@ class LeafType:
         raise self._lacks("pack", self.name or type(self).__qualname__)
 
     def _lacks(self, method: str, what: str) -> UnsupportedLeaf:
-        msg = (
+        return UnsupportedLeaf(
             f"the leaf at %PATH% ({what}) has a leaf type without {method}: expected unpack and pack. Define both in "
             f"{type(self).__qualname__}."
         )
-        return UnsupportedLeaf(msg)
 
     def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
         """Return the facts, by name, that must agree for one value's bytes to be copied into another's.

@@ -17,12 +17,11 @@ from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
-from statetree.leaves.engine_type import DistributedPart
+from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
 from statetree.spans.bits import as_plain
 from statetree.spans.sums import ALL, whole_sums
 
@@ -54,13 +53,8 @@ def lower(
 ) -> Lowered:
     """Divide those leaves of a tree that are made of several distributed tensors.
 
-    Args:
-        verb: On whose behalf, for messages.
-        leaves: The leaves of the tree.
-        spec: Its structure.
-        flatten: Takes a tree apart as this one was.
-        also: What else to divide: what is divided in a tree that this one is matched with, as it is there.
-        wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
+    ``flatten`` takes a tree apart as this one was. ``also`` is what is divided in a tree that this one is matched with,
+    as it is there. ``wanted`` says of leaves that are made of tensors (``is_divisible``) whether they are, in any case.
     """
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
@@ -141,8 +135,8 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     inner = contents[0]
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf, inner)
-        pairs = zip(inner, rows, strict=True)
-        return _assembled(leaf, leaf_type, contents, [_listed(part, row, among=rows) for part, row in pairs])
+        parts = [row or (_whole_part(part) if any(rows) else part) for part, row in zip(inner, rows, strict=True)]
+        return _assembled(leaf, leaf_type, contents, parts)
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
@@ -150,13 +144,11 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
-def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any:
-    """Return what stands for a part of a leaf of which ``layout`` says a row."""
-    if row is not None:
-        return ListedPart(row)
-    if not any(among) or type(part) is not torch.Tensor or part.layout is not torch.strided:
+def _whole_part(part: Any) -> Any:
+    """Return what stands for a part of a leaf of which ranks hold chunks of others."""
+    if type(part) is not torch.Tensor or part.layout is not torch.strided:
         return part
-    return WholePart(DistributedPart([part], tuple(part.shape), [(0,) * part.dim()], is_listed=False))
+    return WholePart([part], part.shape, [(0,) * part.dim()])
 
 
 def _assembled(

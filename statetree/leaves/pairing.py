@@ -45,14 +45,7 @@ class LeafPairing:
     """
 
     def __init__(
-        self,
-        verb: str,
-        left: Any,
-        right: Any,
-        *,
-        where: Where | None = None,
-        strict: bool = True,
-        either: bool = False,
+        self, verb: str, left: Any, right: Any, *, where: Where | None = None, strict: bool = True, either: bool = False
     ) -> None:
         self.verb = verb
         self.left, self.spec = flatten_for(verb, left)
@@ -159,11 +152,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
 
     What is left of the pairing, which is changed, differs in nothing but the elements of tensors, and what they lie in.
-
-    Args:
-        pairing: Two trees.
-        plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
-        dtypes: Whether dtypes must agree.
+    With ``plain``, plain and opaque values must agree in type, and what cannot be taken apart is a difference.
     """
     found: list[tuple[int, str, Any, Any]] = []
     left, right = pairing.columns

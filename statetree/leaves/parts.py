@@ -159,12 +159,7 @@ class Unpacked:
 
 
 def unpack(
-    verb: str,
-    leaves: list[Any],
-    paths: Callable[[], Sequence[Path]],
-    *,
-    memory: bool = True,
-    together: bool = False,
+    verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]], *, memory: bool = True, together: bool = False
 ) -> Unpacked:
     """Take leaves apart into plain tensors.
 
@@ -324,11 +319,10 @@ class _Unpacker:
         if seen is not None:
             return seen
         if identity in self._open:
-            msg = (
+            raise UnsupportedLeaf(
                 f"the leaf at %PATH% ({describe_leaf(value)}) holds itself, in its attributes or its inner tensors: "
                 "expected no cycle. Remove the attribute."
             )
-            raise UnsupportedLeaf(msg)
         self._alive.append(value)
         self._open.add(identity)
         parts, context, attributes = leaf_type.contents(value)

@@ -10,9 +10,8 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from statetree.chunks.local import chunks_at
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import DistributedPart, EngineLeafType
+from statetree.leaves.engine_type import EngineLeafType, ListedPart
 from statetree.leaves.leaf_type import LeafType
 from statetree.tree.registry import declare_leaf_class
 
@@ -52,8 +51,7 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
         True
     """
     if not inspect.isclass(cls):
-        msg = f"register_leaf_type: expected a class, got {cls!r}."
-        raise TypeError(msg)
+        raise TypeError(f"register_leaf_type: expected a class, got {cls!r}.")
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
     adapted = given is None or isinstance(given, EngineLeafType)
     if not adapted and not _has_both(given):
@@ -91,7 +89,7 @@ class RegisteredType(EngineLeafType):
                 setattr(self, method, getattr(given, method))
         self.distributed = getattr(type(given), "layout", LeafType.layout) is not LeafType.layout
 
-    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[DistributedPart | None]:
+    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[ListedPart | None]:
         """Return what ``layout`` says of the parts of a value."""
         if not self.distributed:
             return super().distributed_parts(value, parts)
@@ -111,8 +109,7 @@ class RegisteredType(EngineLeafType):
         """Return which chunks of a distributed value this rank holds."""
         if not self.distributed:
             return super().local_chunks(value, ranks)
-        part = self._only_part(value)
-        return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
+        return self._only_part(value).chunks_as(value)
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         """Return the global shape of a distributed value, and the dtype of its elements."""
@@ -121,13 +118,13 @@ class RegisteredType(EngineLeafType):
         part = self._only_part(value)
         return part.shape, part.dtype
 
-    def _only_part(self, value: Any) -> DistributedPart:
+    def _only_part(self, value: Any) -> ListedPart:
         (part,) = self.distributed_parts(value, self.unpack(value)[0])
         assert part is not None
         return part
 
 
-def _chunked(part: Any, row: Chunks) -> DistributedPart:
+def _chunked(part: Any, row: Chunks) -> ListedPart:
     """Return a part with what ``layout`` says of it."""
     shape, offsets = row
     is_listed = isinstance(part, (list, tuple))
@@ -136,11 +133,10 @@ def _chunked(part: Any, row: Chunks) -> DistributedPart:
         offsets = [cast("Sequence[int]", offsets)]  # those of a single chunk may stand by themselves
     if len(tensors) != len(offsets):
         raise _misfit("its chunks", f"{len(tensors)} offsets", len(offsets))
-    return DistributedPart(tensors, (*shape,), [(*map(int, offset),) for offset in offsets], is_listed)
+    return ListedPart(tensors, shape, [(*map(int, offset),) for offset in offsets], is_listed=is_listed)
 
 
 def _misfit(what: str, expected: str, got: int) -> UnsupportedLeaf:
-    msg = (
+    return UnsupportedLeaf(
         f"the layout of the leaf at %PATH% does not fit {what}: expected {expected}, got {got}. Correct its leaf type."
     )
-    return UnsupportedLeaf(msg)

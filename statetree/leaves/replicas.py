@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.declare import phase
+from statetree.errors import StateTreeError, place_in_tree
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import tied_leaves
@@ -17,26 +20,20 @@ from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.key_paths import Path
     from statetree.spans.memory import Memory
     from statetree.tree.spec import TreeSpec
 
 
+@dataclass(slots=True, eq=False)
 class TreeParts:
-    """A tree taken apart, from ``take_apart``.
+    """A tree taken apart, from ``take_apart``."""
 
-    Attributes:
-        verb: On whose behalf, for messages.
-        spec: The tree's structure.
-        unpacked: Its leaves.
-    """
-
-    def __init__(self, verb: str, spec: TreeSpec, unpacked: Unpacked) -> None:
-        self.verb = verb
-        self.spec = spec
-        self.unpacked = unpacked
+    verb: str  # on whose behalf, for messages
+    spec: TreeSpec  # the tree's structure
+    unpacked: Unpacked  # its leaves
 
     @property
     @quietly
@@ -139,15 +136,22 @@ def moved(verb: str, tree: Any, memory: Memory) -> Any:
     if moving:  # and what is tied to it
         tied = tied_leaves(unpacked)
         moving = sorted({companion for leaf in moving for companion in tied[leaf]})
-    part = unpack(
-        verb, [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving], together=True
-    )
-    check_memory(verb, part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    with phase(f"{verb}.move"):
-        fresh = replicate_columns(part.columns, extents(part.columns), memory, copy=True)
-    for index, leaf in zip(moving, part.pack(fresh), strict=True):
+    for index, leaf in with_leaves(spec, leaves, moving, partial(replicated, verb, memory=memory, copy=True)).items():
         leaves[index] = leaf
     return unflatten(spec, leaves)
+
+
+def with_leaves(
+    spec: TreeSpec, leaves: Sequence[Any], indices: Sequence[int], transform: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[int, Any]:
+    """Return what a transform makes of some leaves of a tree, by their indices: it gets them in a flat dict."""
+    keys, paths = spec.flat_keys(), spec.paths()
+    try:
+        found = transform({keys[index]: leaves[index] for index in indices})
+    except StateTreeError as error:
+        place_in_tree(error, {keys[index]: paths[index] for index in indices})
+        raise
+    return dict(zip(indices, found.values(), strict=True))
 
 
 def _lies_in(part: torch.Tensor, memory: Memory) -> bool:

@@ -88,16 +88,34 @@ def object_ties(
 ) -> ObjectTies:
     """Find the parts of objects that lie in memory which is copied from sources to targets.
 
-    ``counterparts`` returns what the destination has in the places of parts, by their indices.
+    ``counterparts`` returns what the destination has in the places of parts, by their indices. ``lost`` counts the
+    parts that are written after the sources.
     """
-    found = ObjectTies({}, [], [])
+    found, known = ObjectTies({}, [], []), -1
+    while known < len(found.written):  # other parts may lie on what is written, and on nothing else
+        known = len(found.written)
+        found.lost.clear()
+        a = Columns([*sources.tensors, *map(parts.tensors.__getitem__, found.written)])
+        b = Columns([*targets.tensors, *map(found.views.__getitem__, found.written)])
+        _find_ties(found, parts, a, b, counterparts)
+    return found
+
+
+def _find_ties(
+    found: ObjectTies,
+    parts: Columns,
+    sources: Columns,
+    targets: Columns,
+    counterparts: Callable[[], Mapping[int, torch.Tensor]],
+) -> None:
+    """Add the ties of those parts of which none are known."""
     on_storage: dict[int, list[int]] = {}
     for index, key in enumerate(sources.storage_keys):
         on_storage.setdefault(key, []).append(index)
     part_reach, source_reach = extents(parts), extents(sources)
     for part, key in enumerate(parts.storage_keys):
         lost: list[tuple[int, int]] = []
-        for source in on_storage.get(key, ()) if parts.pointers[part] else ():
+        for source in on_storage.get(key, ()) if parts.pointers[part] and part not in found.views else ():
             begin = parts.pointers[part] - sources.pointers[source]
             if begin >= source_reach[source] or begin + part_reach[part] <= 0:
                 continue
@@ -119,7 +137,6 @@ def object_ties(
                 found.written.append(part)
             else:
                 found.lost.extend(lost)
-    return found
 
 
 def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:

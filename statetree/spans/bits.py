@@ -145,11 +145,6 @@ def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements' bits as integers on the CPU, in the order of the elements."""
-    return _flat(as_bits(_resolved(tensor)).cpu())
-
-
 def as_bits(plain: torch.Tensor) -> torch.Tensor:
     """Return elements as integers of their size, which no copy changes; those of 16 bytes are left."""
     if plain.dtype in _INTEGERS or plain.dtype.itemsize not in _BY_SIZE:

@@ -203,12 +203,7 @@ class Columns:
 class KnownAddresses:
     """Where tensors of one geometry lie, and what follows from that.
 
-    Attributes:
-        pointers: The addresses of the tensors.
-        with_memory: Whether all of them have elements in memory.
-        distinct: Whether the addresses tell that no tensor is given twice.
-        storage_bytes: How large their storages were when they were found to reach as far as the tensors do; ``None``
-            before.
+    ``storage_bytes`` are the sizes of their storages when these were found to reach as far as the tensors do.
     """
 
     __slots__ = ("__weakref__", "_disjoint", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")

@@ -42,26 +42,17 @@ EXACT: Final = Tolerance()
 
 
 class Unequal(NamedTuple):
-    """How the elements of two tensors differ.
+    """How the elements of two tensors differ."""
 
-    Attributes:
-        how_many: The number of elements that do.
-        first: The index of the first.
-        left: That element on the left, in words.
-        right: And on the right.
-        max_abs: The largest difference; infinity where one is NaN and the other is not; ``None`` without numbers.
-        max_rel: The largest one relative to the larger one of two elements.
-        num_nan: How many of them are NaN on one side alone.
-        size: ``max_abs`` relative to the root mean square of all finite elements: infinity where nothing is measured.
-    """
-
-    how_many: int
-    first: tuple[int, ...]
-    left: str
-    right: str
+    how_many: int  # the number of elements that do
+    first: tuple[int, ...]  # the index of the first
+    left: str  # that element on the left, in words
+    right: str  # and on the right
+    #: The largest difference; infinity where one is NaN and the other is not; None without numbers.
     max_abs: float | None
-    max_rel: float | None
-    num_nan: int = 0
+    max_rel: float | None  # the largest one relative to the larger one of two elements
+    num_nan: int = 0  # how many of them are NaN on one side alone
+    #: `max_abs` relative to the root mean square of all finite elements: infinity where nothing is measured.
     size: float = math.inf
 
 
@@ -76,12 +67,12 @@ class ElementComparison:
         self._num_finite = [0, 0]
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare two flat blocks of the same length."""
+        """Compare two flat blocks of one dtype and length."""
         for side, block in enumerate((a, b)):
             squares, count = _squares(block)
             self._squares[side] += squares
             self._num_finite[side] += count
-        places = different_places(a, b, self._tolerance)
+        places = _different_places(a, b, self._tolerance)
         if len(places):
             x, y = (_taken(block, places) if len(places) < len(block) else block for block in (a, b))
             if self._first < 0:
@@ -105,14 +96,13 @@ class ElementComparison:
         return Unequal(self._count, index, *self._shown, self._max_abs, self._max_rel, self._num_nan, size)
 
     def _measure(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        wide = _both_wide(a, b)
-        if wide is None:
+        one, other = as_wide(a), as_wide(b)
+        if one is None or other is None:
             self._is_measured = False
             return
-        one, other = wide
         self._num_nan += int(one.isnan().ne(other.isnan()).sum())
         same = one.eq(other).logical_or_(one.isnan() & other.isnan())
-        is_long = a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64)
+        is_long = a.dtype in (torch.int64, torch.uint64)
         apart = _distances_of_longs(a, b) if is_long else (one - other).abs().masked_fill_(same, 0)
         relative = (apart / torch.maximum(one.abs(), other.abs())).masked_fill_(apart == 0, 0)
         largest = [float(found.nan_to_num_(nan=math.inf, posinf=math.inf).max()) for found in (apart, relative)]
@@ -136,19 +126,15 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = E
     return None if found is None else found._replace(how_many=found.how_many * (a.numel() // x.numel()))
 
 
-def different_places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+def _different_places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     """Return which elements of two flat tensors differ."""
-    inexact = a.dtype.is_floating_point or a.dtype.is_complex or b.dtype.is_floating_point or b.dtype.is_complex
-    if a.dtype == b.dtype:
-        x, y = as_bits(a), as_bits(b)
-        unequal = x.view(torch.int64).ne(y.view(torch.int64)).view(-1, 2).any(1) if x.is_complex() else x.ne(y)
-        places = unequal.nonzero().flatten()
-        if not len(places) or tolerance == EXACT or not inexact:
-            return places
-        wide = _both_wide(_taken(a, places), _taken(b, places))
-        return places if wide is None else places[~_close(*wide, tolerance)]
-    wide = _both_wide(a, b)
-    return torch.arange(len(a)) if wide is None else (~_close(*wide, tolerance)).nonzero().flatten()
+    x, y = as_bits(a), as_bits(b)
+    unequal = x.view(torch.int64).ne(y.view(torch.int64)).view(-1, 2).any(1) if x.is_complex() else x.ne(y)
+    places = unequal.nonzero().flatten()
+    if not len(places) or tolerance == EXACT or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return places
+    one, other = (as_wide(_taken(each, places)) for each in (a, b))
+    return places if one is None or other is None else places[~_close(one, other, tolerance)]
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
@@ -174,14 +160,6 @@ def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
         return elements.to(torch.complex128 if elements.dtype.is_complex else torch.float64)
     except (RuntimeError, NotImplementedError):  # two numbers in a byte
         return None
-
-
-def _both_wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    one, other = as_wide(a), as_wide(b)
-    if one is None or other is None:
-        return None
-    dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    return one.to(dtype), other.to(dtype)
 
 
 def _squares(block: torch.Tensor) -> tuple[float, int]:

@@ -153,9 +153,7 @@ _glimpsed: dict[int, Any] = {}  # by the number of tensors, what a few of them l
 def recognise(columns: Columns, *, memory: bool) -> bool:
     """Whether tensors look like a list seen before, all of whose tensors were plain. Then their columns are known.
 
-    Args:
-        columns: The tensors.
-        memory: Whether to ask for the sizes of their storages as well, which is cheapest here.
+    With ``memory`` the sizes of their storages are asked for as well, which is cheapest here.
     """
     if len(columns.tensors) < _FEWEST or not any(geometry.is_of(columns, memory=memory) for geometry in _remembered):
         return False

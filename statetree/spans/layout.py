@@ -33,19 +33,12 @@ class Span(NamedTuple):
 
 
 class SpanLayout(NamedTuple):
-    """How tensors lie in spans.
+    """How tensors lie in spans."""
 
-    Attributes:
-        spans: The spans that cover them.
-        span_of: For each tensor, the index of its span.
-        offsets: For each tensor, where it begins in its span, in elements.
-        dense: For each span, whether copying its first tensor copies every byte of it exactly once.
-    """
-
-    spans: list[Span]
-    span_of: list[int]
-    offsets: list[int]
-    dense: list[bool]
+    spans: list[Span]  # the spans that cover them
+    span_of: list[int]  # for each tensor, the index of its span
+    offsets: list[int]  # for each tensor, where it begins in its span, in elements
+    dense: list[bool]  # for each span, whether copying its first tensor copies every byte of it exactly once
 
 
 def extent_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
@@ -124,12 +117,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
 
 
 def lay_out(columns: Columns, reach: list[int]) -> SpanLayout:
-    """Cut the storages of tensors into spans.
-
-    Args:
-        columns: The tensors.
-        reach: Their ``extents``.
-    """
+    """Cut the storages of tensors, of which ``reach`` are the ``extents``, into spans."""
     count = len(columns.tensors)
     if columns.own_storages:
         starts = [offset * dtype.itemsize for offset, dtype in zip(columns.offsets, columns.dtypes, strict=True)]

@@ -155,11 +155,7 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
 
     Two targets that share elements are written both if they overlap exactly as their sources do (a tied model's state
     into a tied model), or if they are the same view and receive the same bits (an untied checkpoint into a tied
-    model). Whatever else overlaps is a conflict, whatever the values.
-
-    Args:
-        targets: Tensors that will be written to.
-        sources: For each target the tensor of the same shape whose elements it receives.
+    model). Whatever else overlaps is a conflict, whatever the values. A source has the shape of its target.
     """
     if are_disjoint(targets):
         return []

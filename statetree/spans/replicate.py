@@ -70,14 +70,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:
-    """Return tensors of the same dtypes, geometry and overlap in other memory.
-
-    Args:
-        columns: The tensors.
-        reach: Their ``extents``.
-        memory: Where the new ones lie. Meta tensors stay meta when they are copied, and become real when they are not.
-        copy: Whether the new tensors hold the same elements; otherwise their contents are undefined.
-    """
+    """Do as ``replicate`` for tensors that are known to be plain, of which ``reach`` are the ``extents``."""
     if copy and memory.device.type != "meta" and not columns.on_cpu:
         meta = [device.type == "meta" for device in columns.devices]
         if any(meta):

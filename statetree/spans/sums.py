@@ -97,17 +97,7 @@ def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int = ALL) -> torch.Tensor:
-    """Return the first sums of a plain tensor that is a box of a global shape.
-
-    Args:
-        piece: The elements of the box, of any strides and bits, in memory that is there.
-        box: Where they lie in the global shape.
-        shape: The global shape.
-        count: How many of the four sums.
-
-    Returns:
-        ``int64``, on the tensor's device.
-    """
+    """Return the first sums, on its device, of a plain tensor in memory that is a box of a global shape."""
     total = torch.zeros(count, dtype=torch.int64, device=piece.device)
     if not piece.numel():
         return total
@@ -126,15 +116,7 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
 
 
 def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.Tensor]:
-    """Return the first sums of plain tensors, each the whole of its global shape: small ones together.
-
-    Args:
-        tensors: In memory that is there.
-        count: How many of the four sums.
-
-    Returns:
-        ``int64`` on the CPU, for each tensor.
-    """
+    """Return the first sums, on the CPU, of plain tensors in memory, each the whole of its global shape."""
     found: dict[int, torch.Tensor] = {}
     large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
 
@@ -282,12 +264,9 @@ def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, coun
 
 
 def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
-    """Return the sums of single elements, for each of several tensors of one dtype.
+    """Return the first sums of single elements, for each of several contiguous tensors of one dtype and one dim.
 
-    Args:
-        positions: Where they lie in the global shape, as ``int64``. (It is quicker if they ascend.)
-        columns: Elements for these positions, of one dim and contiguous.
-        count: How many of the four sums.
+    Positions are in the global shape. (It is quicker if they ascend.)
     """
     totals = [torch.zeros(count, dtype=torch.int64, device=values.device) for values in columns]
     words = columns[0].dtype.itemsize // _WORD_BYTES

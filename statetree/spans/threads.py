@@ -49,10 +49,8 @@ def num_threads(nbytes: int) -> int:
 def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[Callable[[], Any]] = ()) -> None:
     """Make calls in threads, as if all of them were one call of C. What one of them raises is raised.
 
-    Args:
-        jobs: What is called: in any order, without autograd and modes.
-        count: In how many threads. With one, it is this thread; so it is while the interpreter ends.
-        last: What is called in this thread when these are over.
+    The jobs are called in any order, without autograd and modes; ``last`` is called in this thread when they are over.
+    With a ``count`` of one, all are called in this thread, as they are while the interpreter ends.
     """
     if count <= 1 or is_finalizing():  # a thread that starts while the interpreter ends never runs
         _call_all(*jobs, *last)
@@ -111,13 +109,7 @@ def _call_all(*functions: Callable[[], Any]) -> None:
 # What lies alike is moved as bytes: one call of C for a megabyte costs nothing beside it, and does not hold the GIL.
 # torch's copy kernel would have to be called for pieces of a thirtieth of that, since it divides larger ones.
 def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], nbytes: Sequence[int]) -> None:
-    """Do as ``copy_all`` for tensors in host memory, in threads of our own where there are enough bytes.
-
-    Args:
-        targets: Where to.
-        sources: Tensors of the same shapes.
-        nbytes: How many bytes the elements of each target take.
-    """
+    """Do as ``copy_all`` for tensors in host memory, in threads of our own where there are enough bytes."""
     if torch.get_num_threads() == 1 or not targets:  # torch divides nothing
         copy_all(targets, sources)
         return

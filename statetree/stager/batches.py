@@ -43,13 +43,7 @@ def batched(columns: Columns, layout: SpanLayout) -> list[list[int]]:
 
 
 class Batch:
-    """The copies of tensors of one dtype and shape, one behind the other.
-
-    Args:
-        members: Which of all tensors these are.
-        buffer: Where their copies lie.
-        columns: All tensors.
-    """
+    """The copies of some of all tensors, of one dtype and shape, one behind the other in a buffer."""
 
     def __init__(self, members: Sequence[int], buffer: Buffer, columns: Columns) -> None:
         self.members = members

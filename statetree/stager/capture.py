@@ -28,23 +28,14 @@ _alias: Final = attrgetter("data")
 
 
 class CapturedTree(NamedTuple):
-    """A tree taken apart.
-
-    Attributes:
-        spec: Its structure.
-        unpacked: Its leaves.
-        columns: Those of its plain tensors that have memory.
-        meta: The indices of the others among all plain tensors.
-        owners: For each tensor in ``columns``, the index of its leaf.
-        moment: What the elements wait for, where they lie on an accelerator.
-    """
+    """A tree taken apart."""
 
     spec: TreeSpec
     unpacked: Unpacked
-    columns: Columns
-    meta: list[int]
-    owners: Sequence[int]
-    moment: Moment
+    columns: Columns  # those of its plain tensors that have memory
+    meta: list[int]  # the indices of the others among all plain tensors
+    owners: Sequence[int]  # for each tensor in `columns`, the index of its leaf
+    moment: Moment  # what the elements wait for, where they lie on an accelerator
 
     def check_memory(self, verb: str) -> None:
         """Raise ``UnsupportedLeaf`` if the storage of a tensor is freed or too small for it."""

@@ -39,14 +39,7 @@ _fresh: Final = attrgetter("data")
 
 
 class _KnownStorage(NamedTuple):
-    """A storage that was copied.
-
-    Attributes:
-        source: A weak reference to it.
-        pointer: Where it lay.
-        start, stop: Which of its bytes were copied.
-        copy: Where to.
-    """
+    """A storage that was copied: where it lay, which of its bytes were copied, and where to."""
 
     source: StorageWeakRef
     pointer: int
@@ -65,27 +58,15 @@ class _KnownStorage(NamedTuple):
 
 
 class _Views(NamedTuple):
-    """Tensors on copies.
+    """Tensors on copies."""
 
-    Attributes:
-        known: The copies: these, and no others.
-        looks: What they were made for, by ``_LOOKS``.
-        templates: The tensors.
-    """
-
-    known: dict[int, _KnownStorage]
-    looks: list[Any]
+    known: dict[int, _KnownStorage]  # the copies: these, and no others
+    looks: list[Any]  # what they were made for, by `_LOOKS`
     templates: list[torch.Tensor]
 
 
 class FrozenStorages:
-    """The storages of frozen leaves, and their copies.
-
-    Args:
-        where: Which leaves are frozen; ``None`` for none.
-        memory: Where the copies lie.
-        check: Whether storages are compared with their copies at every stage.
-    """
+    """The storages of frozen leaves, and their copies; with ``check``, both are compared at every stage."""
 
     def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
         self._where, self._memory, self._check = where, memory, check
@@ -132,11 +113,7 @@ class FrozenStorages:
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
 
     def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:
-        """Return copies of frozen tensors, made now or before.
-
-        Raises:
-            TreeMismatch: With ``check``, if a storage does not hold any more what was copied.
-        """
+        """Return copies of frozen tensors, made now or before; with ``check``, ``TreeMismatch`` if one was written."""
         columns = Columns([captured.columns.tensors[index] for index in chosen])
         looks = [getattr(columns, name) for name in _LOOKS]
         views = self._views

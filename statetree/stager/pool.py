@@ -18,14 +18,7 @@ _MIN_FILL = 0.75
 
 
 class Pool:
-    """Blocks that no snapshot uses.
-
-    Blocks are kept as ``uint8`` tensors that cover them.
-
-    Attributes:
-        allocations: How many blocks were taken from the system so far: so many pinnings, so many descriptors.
-        allocated_bytes: How many bytes they hold together.
-    """
+    """Blocks that no snapshot uses, as ``uint8`` tensors; and how many the system gave so far, with how many bytes."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

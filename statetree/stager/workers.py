@@ -17,11 +17,7 @@ _Job = tuple["Future[Any]", "Callable[[Any], Any]", Any]
 
 
 class Worker:
-    """A background thread that makes one call after the other. It starts with the first of them.
-
-    Attributes:
-        executor: What the thread belongs to.
-    """
+    """A background thread that makes one call after the other. It starts with the first of them."""
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "statetree-stager")
@@ -29,11 +25,7 @@ class Worker:
         self._under_way: set[Future[Any]] = set()
 
     def start(self, action: Callable[[Any], Any], argument: Any) -> Future[Any]:
-        """Call a function in the background, and return the future of its result, or of the exception it raises.
-
-        Raises:
-            RuntimeError: After ``close``.
-        """
+        """Call a function in the background, and return the future of its result; ``RuntimeError`` after ``close``."""
         future: Future[Any] = Future()
         future.add_done_callback(self._under_way.discard)
         try:

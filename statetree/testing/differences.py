@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
-from statetree.transforms.similarity import similarity
+from statetree.transforms.similarity import short_repr, similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
 
@@ -43,13 +44,7 @@ def raise_for(head: str, found: Sequence[str]) -> None:
         raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
 
 
-def brief(value: Any) -> str:
-    """Return a short representation of any value."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = object.__repr__(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+brief = functools.partial(short_repr, limit=80)
 
 
 def differences(a: Any, b: Any, *, ties: bool = True, storages: bool = True) -> list[Finding]:

@@ -31,17 +31,10 @@ STACK = "stack{}"
 Answer = tuple[str, bytes, str, bool]
 #: The rank of this process, when it has joined its group.
 _begun: list[int] = []
-#: How modules are found, and the environment variables.
-Surroundings = tuple[list[str], dict[str, str]]
-
-
-def surroundings() -> Surroundings:
-    """Return those of this process."""
-    return sys.path, dict(os.environ)
 
 
 def _take_over(path: list[str], environment: dict[str, str]) -> None:
-    """Make the caller's surroundings those of this process. By default, gloo listens on the loopback only."""
+    """Make the caller's path and environment those of this process. By default, gloo listens on the loopback only."""
     sys.path[:] = path
     loopback = [("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name.startswith("lo")]
     environment = {**dict(loopback[:1]), **environment}
@@ -80,8 +73,8 @@ def _storage(content: bytes | int) -> Any:
 
 
 def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
-    return pickle.dumps((surroundings(), packed((fn, args))))
+    """Return a call as a rank takes it: what finds modules, and the environment, come before what the call names."""
+    return pickle.dumps(((sys.path, dict(os.environ)), packed((fn, args))))
 
 
 def answer(rank: int, world_size: int, folder: str, collective_timeout: float, call: bytes) -> Answer:

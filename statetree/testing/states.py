@@ -39,7 +39,7 @@ _SLICE = functools.partial(view, kind="slice")
 STATES = (
     _dict(w=_W),
     *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in (*HARD_TO_KEEP, *HARD_TO_KEEP_TOO)),
-    _dict(v=value(2**53 + 1)),  # a float rounds it
+    *(_dict(v=value(plain)) for plain in (2**53 + 1, 0.1)),  # a float rounds the one, float32 the other
     *(_dict(w=tensor(shape)) for shape in ((0,), (), (2, 2))),
     *(_dict(w=tensor(dtype=dtype)) for dtype in TRAINING_DTYPES),
     *(_dict(w=tensor((2, 3), geometry=geometry)) for geometry in ("transposed", "expanded")),
@@ -53,7 +53,7 @@ STATES = (
     _dict(a=view(kind="parameter"), b=view()),
     _dict(a=again("one_parameter"), b=again("one_parameter")),
     _dict(a=_W, b=_W),
-    *(_dict(v=value(plain)) for plain in (None, True, 1, 0.1, "a", float("nan"))),
+    *(_dict(v=value(plain)) for plain in (None, True, 1, "a", float("nan"))),
     _dict(z=value(1), a=value(2)),
     _dict(z=_W, a=_W),
     _dict(inner=node("dict")),

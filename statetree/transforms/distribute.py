@@ -122,21 +122,17 @@ def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceT
     matched = [index for index in source.order if partners[index] >= 0]
     for index in set(source.order).difference(matched):
         source.leaves[index] = None  # nobody asks for it
-    moving = [
-        index
-        for index in matched
-        if partners[index] in like.chunks
-        or (how.cast and _is_converted(source.leaves[index], like.leaves[partners[index]]))
-    ]
+    moving = []
+    for index in matched:
+        leaf, target = source.leaves[index], like.leaves[partners[index]]
+        # A plain tensor that goes into one of another dtype is sent as elements, of the smaller of both.
+        is_converted = how.cast and is_cuttable(leaf) and is_cuttable(target) and leaf.dtype != target.dtype
+        if partners[index] in like.chunks or is_converted:
+            moving.append(index)
     raise_differences("distribute", unfit(source, like, partners, moving, cast=how.cast))
     return SourceTree(
         source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving}
     )
-
-
-def _is_converted(leaf: Any, like: Any) -> bool:
-    """Whether a plain tensor goes into one of another dtype: then it is sent as elements, of the smaller of both."""
-    return is_cuttable(leaf) and is_cuttable(like) and leaf.dtype != like.dtype
 
 
 def _whole(manifest: Manifest) -> Manifest:

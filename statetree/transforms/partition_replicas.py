@@ -69,7 +69,8 @@ def partition_replicas(tree: T, *, group: ProcessGroup | None = None, timeout: T
     with exchange("partition_replicas", group, timeout) as run:
         source = run.manifest(tree)
         bundles = _bundles(source)
-        empty = _on_meta(source)
+        same = unflatten(source.spec, list(source.leaves))
+        empty, _ = flatten_for_copy(replicated(source.verb, same, memory_of("meta"), copy=False), holds_tensor)
         place = {index: position for position, index in enumerate(source.order)}
         ties = Entry("<ties>", str([[place[index] for index in bundle] for bundle in bundles]))
         (layouts,) = run.layouts(source, beside=[ties])
@@ -77,12 +78,6 @@ def partition_replicas(tree: T, *, group: ProcessGroup | None = None, timeout: T
         kept = _kept(source, bundles, layouts, run.group)
         run.ready()
         return source.lift([leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
-
-
-def _on_meta(source: Manifest) -> list[Any]:
-    """Return all leaves on ``meta``."""
-    same = unflatten(source.spec, list(source.leaves))
-    return flatten_for_copy(replicated(source.verb, same, memory_of("meta"), copy=False), holds_tensor)[0]
 
 
 def _bundles(manifest: Manifest) -> list[list[int]]:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from statetree.errors import TreeMismatch, shown
 from statetree.tree.flatten import flatten_for
-from statetree.tree.name_patterns import NamePattern, carried, shown_capture
-from statetree.tree.renaming import NewName, located, renamed
+from statetree.tree.name_patterns import NamePattern, shown_capture
+from statetree.tree.renaming import located, renamed
 from statetree.tree.selection import suggestion
 
 T = TypeVar("T")
@@ -83,14 +83,13 @@ class Renaming:
     def __call__(self, path: str) -> str | None:
         """Return what a rendered path becomes, or ``None`` if no rule matches."""
         found = self.match(path)
-        return None if found is None else found[1].text
+        return None if found is None else found[1]
 
-    def match(self, path: str) -> tuple[int, NewName] | None:
+    def match(self, path: str) -> tuple[int, str] | None:
         """Return the first rule that matches a rendered path, and what it makes of it; ``None`` if there is none."""
         for index, (source, target) in enumerate(self._rules):
             if (found := source.match(path)) is not None:
-                made = target.fill(found.groupdict())
-                return index, NewName(made.text, carried(found, made))
+                return index, target.fill(found.groupdict())
         return None
 
     def __repr__(self) -> str:
@@ -137,7 +136,7 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
     """
     rules = rules if isinstance(rules, Renaming) else Renaming(rules)
     leaves, spec = flatten_for("rename", tree)
-    names: dict[int, NewName] = {}
+    names: dict[int, str] = {}
     used: set[int] = set()
     texts = []
     for item in located(spec):
@@ -147,13 +146,13 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
             continue
         index, name = found
         rule = rules.pairs[index]
-        if name.text and not item.text and not spec.nodes:
+        if name and not item.text and not spec.nodes:
             msg = (
                 "rename: a single leaf has no path to change: expected a container, got the rule "
                 f"{rule}. Put the leaf into a dict."
             )
             raise TreeMismatch(msg)
-        if item.text and not name.text:
+        if item.text and not name:
             msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
             raise TreeMismatch(msg)
         used.add(index)

@@ -12,19 +12,16 @@ from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import object_ties
-from statetree.spans.bits import is_unreadable, safely_equal, same_bytes
+from statetree.spans.bits import is_unreadable, safely_equal, same_bytes, without_elements
 from statetree.spans.columns import Columns
 from statetree.spans.element_differences import Tolerance, Unequal, tensor_difference
-from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import are_disjoint, conflicts, once, overlaps_itself
+from statetree.spans.overlaps import are_disjoint, conflicts, once
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, html_escaped, table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-
-    import torch
 
     from statetree.tree.selection import Where
 
@@ -150,7 +147,7 @@ def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list
     left, right = (_Parts(columns.tensors, pairing.ordinary) for columns in pairing.columns)
     for index in pairing.atoms if values else ():
         if not safely_equal(pairing.left[index], pairing.right[index]):
-            differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
+            differ(index, "value", short_repr(pairing.left[index]), short_repr(pairing.right[index]))
     if pairing.others:
         left, right = _Parts(list(left.tensors), list(left.leaves)), _Parts(list(right.tensors), list(right.leaves))
         _unpack_both(pairing, pairing.others, left, right, differ, values=values)
@@ -182,14 +179,15 @@ class _Parts(NamedTuple):
     leaves: Any
 
 
-def _shown(value: Any) -> str:
+def short_repr(value: Any, limit: int = 60) -> str:
+    """Return the representation of any value, cut off at a limit."""
     try:
         text = repr(value)
     except BaseException as error:  # a hostile __repr__
         if not is_users_own(error):
             raise
         text = object.__repr__(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _unpack_both(
@@ -229,7 +227,7 @@ def _unpack_both(
             same = _same_contexts(sides[0].recipe(position), sides[1].recipe(position))
             # Equal sets may have been filled in different orders, and then look different when taken apart.
             if not same and (sides[0].parts_of(position) or not same_value(a, b)):
-                differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
+                differ(index, "value", short_repr(pairing.left[index]), short_repr(pairing.right[index]))
 
 
 def _same_contexts(a: Recipe, b: Recipe) -> bool:
@@ -252,11 +250,14 @@ def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tu
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
-        if left.leaves[index] not in opaque and _has_memory(x) and _has_memory(y) and not is_unreadable(x, y)
+        if left.leaves[index] not in opaque
+        and not without_elements(x)
+        and not without_elements(y)
+        and not is_unreadable(x, y)
     ]
     found = []
     for targets, sources, told in ((b, a, ("different values", "tied")), (a, b, ("tied", "different values"))):
-        pairs = [(index, _written(targets.tensors[index], sources.tensors[index])) for index in readable]
+        pairs = [(index, once(targets.tensors[index], sources.tensors[index])) for index in readable]
         kept = [(left.leaves[index], *pair) for index, pair in pairs if pair is not None]
         conflicting = conflicts(Columns([target for _, target, _ in kept]), Columns([source for *_, source in kept]))
         found += [(kept[first][0], kept[second][0], *told) for first, second in conflicting]
@@ -277,12 +278,3 @@ def _lost_ties(opaque: Collection[int], left: _Parts, right: _Parts) -> list[tup
         lost = object_ties(parts, copied, written, partners.copy).lost
         found += [(left.leaves[inside[part]], left.leaves[outside[source]], *told) for part, source in lost]
     return found
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and holds_memory(tensor)
-
-
-def _written(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return what ``copy_into`` would write and where: of a tensor that overlaps itself, if it can be, each once."""
-    return once(target, source) if overlaps_itself(target.shape, target.stride()) else (target, source)

@@ -9,6 +9,7 @@ import torch
 
 from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf
 from statetree.key_paths import Path
+from statetree.leaves.builtin import is_stored
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import view_key
@@ -39,7 +40,7 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
             of one class that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its
             result takes the place of all of them; where it returns what it was given, perhaps written to, each stays.
-            A stored tensor is read before.
+            A stored tensor is read before, one that shares elements with others together with these.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
@@ -70,6 +71,10 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         return cast("T", unflatten(spec, result))
     keys = [_key(leaves[index]) for index in chosen]
     entangled = _entangled(spec, leaves, chosen, keys)
+    stored = [index for index in entangled if is_stored(leaves[index])]
+    paths = lambda: [spec.paths()[index] for index in stored]  # noqa: E731
+    for index, leaf in zip(stored, _copied([leaves[index] for index in stored], paths), strict=True):
+        result[index] = leaves[index] = leaf  # read together, so that they share elements
     read = reader(leaves[index] for index in chosen)
     made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
     for index, key in zip(chosen, keys, strict=True):
@@ -97,7 +102,7 @@ def _key(leaf: Any) -> Any:
 def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Difference) -> None:
     """Call a function with a copy of a leaf, and raise ``TreeMismatch`` unless it returns that as it was."""
     paths = spec.paths
-    given = _copied(leaf, lambda: [paths()[index]])
+    [given] = _copied([leaf], lambda: [paths()[index]])
     try:
         returned = fn(given)
     except Exception as error:
@@ -108,8 +113,8 @@ def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Diff
 
 
 @quietly
-def _copied(leaf: Any, paths: Callable[[], Sequence[Path]]) -> Any:
-    return copied_leaves("update", [leaf], paths)[0]
+def _copied(leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+    return copied_leaves("update", leaves, paths)
 
 
 @quietly
@@ -126,10 +131,11 @@ def _entangled(
     tensors: list[torch.Tensor] = []
     owners: list[int] = []
     for place, index in enumerate(chosen):
-        if not isinstance(leaves[index], torch.Tensor):
+        leaf = leaves[index].outline if is_stored(leaves[index]) else leaves[index]
+        if not isinstance(leaf, torch.Tensor):
             continue
         with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
-            parts = unpack("update", [leaves[index]], lambda: [Path()]).parts
+            parts = unpack("update", [leaf], lambda: [Path()]).parts
             known = [part for part in parts if not part.is_meta and part.data_ptr()]
             tensors += known
             owners += [place] * len(known)

@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any, *, is_leaf: IsLeaf = None) -> list[Any]:
-    """Return the leaves of ``other`` in the order of ``spec``'s, mappings matched by their keys.
-
-    Raises:
-        TreeMismatch: If the structures do not match; it holds every difference.
-    """
+    """Return the leaves of ``other`` in ``spec``'s order, mappings matched by their keys; or ``TreeMismatch``."""
     other_leaves, other_spec = flatten_for(verb, other, is_leaf=is_leaf)
     order, differences = matched(other_spec, other_leaves, spec, leaves)
     if differences:

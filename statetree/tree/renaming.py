@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """A container of the new tree.
-
-    Attributes:
-        origin: The node of the old tree that it is made like; -1 for a plain dict.
-        children: By their keys: a place, or the ``ref`` of an item.
-    """
+    """A new container of places and ``ref``s of items, made like a node of the old one (-1: a plain dict)."""
 
     __slots__ = ("children", "keys", "origin")
 
@@ -36,25 +32,12 @@ class _Place:
         return self.children.setdefault(identity, otherwise)
 
 
-class NewName(NamedTuple):
-    """A new path, rendered, and for each component of it that was captured whole the component that it was."""
-
-    text: str
-    carried: Mapping[int, int]
-
-
 class Located(NamedTuple):
-    """Something of a tree that can be renamed.
+    """Something of a tree that can be renamed."""
 
-    Attributes:
-        ref: The index of a leaf, or ``~index`` of the node of an empty container.
-        keys: Its path.
-        nodes: The nodes of the containers from the root down to the one that it lies in.
-    """
-
-    ref: int
+    ref: int  # the index of a leaf, or `~index` of the node of an empty container
     keys: tuple[Any, ...]
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # the nodes of the containers from the root down to the one that it lies in
 
     @property
     def text(self) -> str:
@@ -85,14 +68,7 @@ class _Item(NamedTuple):
 
 
 class TreeBuilder:
-    """Puts a tree together from names.
-
-    Args:
-        verb: On whose behalf, for messages.
-        spec: The structure of the tree that containers are made like.
-        leaves: The leaves, by ``ref``.
-        root: The node of ``spec`` that the root is made like; -1 for a plain dict.
-    """
+    """Puts a tree together from names. Its root is made like a node of ``spec``; -1 stands for a plain dict."""
 
     def __init__(self, verb: str, spec: TreeSpec, leaves: Sequence[Any], root: int = -1) -> None:
         self._verb, self._spec, self._leaves = verb, spec, leaves
@@ -148,7 +124,7 @@ def _told(item: _Item) -> str:
     return f"{item.origin or '<root>'}" + ("" if item.name == item.origin else f" (to {item.name})")
 
 
-def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, NewName]) -> Any:
+def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, str]) -> Any:
     """Return a tree in which leaves have other paths.
 
     Containers keep their classes and attributes where their leaves go. A new name is cut into keys as the old one was:
@@ -159,11 +135,12 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
     if not spec.nodes:
         return leaves[0]
     flat = _flatness(spec)
+    typed = [{render_key(key): key for key in node[1]} for node in spec.nodes]
+    known = [(keys, {int} == {*map(type, keys.values())}) for keys in typed]
     builder = TreeBuilder(verb, spec, leaves, ~spec.root())
     at: dict[str, Located] = {}
     for item in located(spec):
-        new = names.get(item.ref)
-        name = item.text if new is None else new.text
+        name = names.get(item.ref, item.text)
         other = at.setdefault(name, item)
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
@@ -175,8 +152,8 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         if not item.keys:  # the root itself is empty
             continue
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
-        if new is not None and name != item.text:
-            steps = _steps(spec, item, new, flat)
+        if name != item.text:
+            steps = _steps(item, name, flat, known)
         builder.put(item.ref, steps, name, item.text)
     return builder.tree()
 
@@ -190,35 +167,37 @@ def _flatness(spec: TreeSpec) -> list[bool]:
     return [own or (usual and not deep) for own, deep in zip(dotted, nested, strict=True)]
 
 
-def _steps(spec: TreeSpec, item: Located, new: NewName, flat: Sequence[bool]) -> list[tuple[Any, int]]:
-    """Return the keys of a new path, each with the old node that the container there is made like (-1 for none)."""
-    old, texts = item.text.split("."), new.text.split(".")
-    starts = [0]
+def _steps(
+    item: Located, name: str, flat: Sequence[bool], known: Sequence[tuple[Mapping[str, Any], bool]]
+) -> list[tuple[Any, int]]:
+    """Return the keys of a new path, each with the old node that the container there is made like (-1 for none).
+
+    For each node ``known`` has its keys by how they read, and whether these are numbers.
+    """
+    texts = name.split(".")
+    bounds = _bounds(item.text.split("."), texts)
+    own: dict[str, list[Any]] = {}  # the keys of the old path, which stay the same where they read the same
     for key in item.keys:
-        starts.append(starts[-1] + render_key(key).count(".") + 1)
-    bounds = _bounds(old, texts, new.carried)
-    single = {
-        start: key
-        for key, (start, stop) in zip(item.keys, pairwise(starts), strict=True)
-        if stop == start + 1 and type(key) is not Attr
-    }
+        if type(key) is not Attr:
+            own.setdefault(render_key(key), []).append(key)
+    start = stop = end = 0
     steps: list[tuple[Any, int]] = []
-    for index in range(len(item.keys)):
-        start, stop = bounds[starts[index]], bounds[starts[index + 1]]
+    for index, key in enumerate(item.keys):
+        start, stop = stop, bounds[end := end + render_key(key).count(".") + 1]
         if start == stop:  # the key is gone, and the container below it with it
             continue
         node = item.nodes[index]
         after = item.nodes[index + 1] if index + 1 < len(item.nodes) else -1
         places = [(start, stop)] if flat[node] else [(at, at + 1) for at in range(start, stop)]
-        typed = {render_key(key): key for key in spec.nodes[node][1]}
-        numbered = bool(typed) and all(type(key) is int for key in typed.values())
-        keys: list[Any] = [".".join(texts[begin:end]) for begin, end in places]
-        # The first key lies in the old container, the others in new ones.
-        keys[0] = typed.get(keys[0], int(keys[0]) if numbered and _is_index(keys[0]) else keys[0])
-        for place, (begin, end) in enumerate(places):  # a key that was captured whole is the same
-            was = new.carried.get(begin, -1)
-            if end == begin + 1 and was in single:
-                keys[place] = single[was]
+        typed, numbered = known[node]
+        keys: list[Any] = []
+        for text in [".".join(texts[first:last]) for first, last in places]:
+            if own.get(text):
+                keys.append(own[text].pop(0))
+            elif keys:  # which lies in a new container
+                keys.append(text)
+            else:
+                keys.append(typed.get(text, int(text) if numbered and _is_index(text) else text))
         steps += [(key, -1) for key in keys[:-1]]
         steps.append((keys[-1], after))
     return steps
@@ -228,24 +207,15 @@ def _is_index(text: str) -> bool:
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
-def _bounds(old: Sequence[str], new: Sequence[str], carried: Mapping[int, int]) -> list[int]:
+def _bounds(old: Sequence[str], new: Sequence[str]) -> list[int]:
     """Return, for each component of an old path and its end, where the new path is cut there.
 
-    Components at the beginning and at the end that are alike, and those that were captured, belong together. Between
-    them the last ones stand for the last ones.
+    Components that are alike belong together. Between them the last ones stand for the last ones.
     """
-    head = next(
-        (at for at, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new))
-    )
-    pairs = [(at, at) for at in range(head)]
-    ends = [(len(old), len(new))]
-    while min(ends[-1]) > head and old[ends[-1][0] - 1] == new[ends[-1][1] - 1]:
-        ends.append((ends[-1][0] - 1, ends[-1][1] - 1))
-    for was, now in sorted((was, now) for now, was in carried.items()):
-        if (not pairs or (was > pairs[-1][0] and now > pairs[-1][1])) and was < ends[-1][0] and now < ends[-1][1]:
-            pairs.append((was, now))
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + step, block.b + step) for block in blocks for step in range(max(block.size, 1))]
     found = [0] * (len(old) + 1)
-    for (a, c), (b, d) in pairwise([(-1, -1), *pairs, *reversed(ends)]):
+    for (a, c), (b, d) in pairwise([(-1, -1), *pairs]):
         for at in range(max(1, a + 1), b + 1):
             found[at] = d if at == b else c + 1 if at == a + 1 else max(c + 1, d - (b - at))
     return found
@@ -261,7 +231,8 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
     keys = list(place.keys.values())
     items = [key for key in keys if type(key) is not Attr]
     # 0 and False, say, of which one would be lost; or 0 and "0", which paths do not tell apart.
-    alike = len(set(map(render_key, items))) < len(items) and not values.keys() <= _own_identities(spec, place)
+    before = spec.nodes[place.origin][1] if place.origin >= 0 else ()
+    alike = len(set(map(render_key, items))) < len(items) and not values.keys() <= set(map(key_identity, before))
     if len(set(items)) < len(items) or alike:
         shown = ", ".join(map(repr, items[:8]))
         msg = f"{verb}: two keys at {str(path) or '<root>'} are equal or read alike: expected others, got {shown}."
@@ -286,7 +257,3 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
         f"got {got}. Rename all of what is in it, or none."
     )
     raise TreeMismatch(msg)
-
-
-def _own_identities(spec: TreeSpec, place: _Place) -> set[Any]:
-    return set(map(key_identity, spec.nodes[place.origin][1])) if place.origin >= 0 else set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -144,10 +144,14 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
         >>> bool(compiled_glob("!model.**").fullmatch("model.w"))
         False
     """
-    inner = "".join(glob_parts(glob.removeprefix("!"), lambda stars: r"[^.]*" if stars == "*" else ".*"))
+    inner = "".join(
+        glob_expression(before, _WILDCARDS.get(meant, re.escape(meant)), behind)
+        for before, meant, behind in glob_tokens(glob.removeprefix("!"))
+    )
     return re.compile(rf"(?!(?:{inner})\Z).*" if glob.startswith("!") else inner, re.DOTALL)
 
 
+_WILDCARDS: Final = {"*": "[^.]*", "**": ".*"}
 _TOKEN: Final = re.compile(
     r"(?P<whole>(?:(?:^|(?<=\.))\*\*\.)+|\.\*\*$)|(?P<stars>\*\*+|\*)|\\(?P<quoted>.)"
     r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|.",
@@ -155,24 +159,24 @@ _TOKEN: Final = re.compile(
 )
 
 
-def glob_parts(glob: str, wildcard: Callable[[str], str], capture: Callable[[str], str] = re.escape) -> list[str]:
-    """Return the parts of the regular expression of a glob, one for each character, wildcard or name in braces.
+def glob_tokens(glob: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the tokens of a glob: literal text, a wildcard or a name in braces, and literal text again.
 
-    Where ``**`` is a whole component, the dot beside it goes with it if it stands for nothing. A name is given to
-    ``capture`` with its braces.
+    Where ``**`` is a whole component, the dot beside it is in its token: it goes with it if it stands for nothing.
     """
-    parts = []
     for token in _TOKEN.finditer(glob):
         if token["whole"]:
-            inner = wildcard("**")
-            parts.append(rf"(?:\.{inner})?" if token["whole"].startswith(".") else rf"(?:{inner}\.)?")
-        elif token["stars"]:
-            parts.append(wildcard(token["stars"][:2]))
-        elif token["name"]:
-            parts.append(capture(token[0]))
+            yield (".", "**", "") if token["whole"].startswith(".") else ("", "**", ".")
+        elif token["stars"] or token["name"]:
+            yield "", token["stars"][:2] if token["stars"] else token[0], ""
         else:
-            parts.append(re.escape(token["quoted"] or token[0]))
-    return parts
+            yield token["quoted"] or token[0], "", ""
+
+
+def glob_expression(before: str, meant: str, behind: str) -> str:
+    """Return the regular expression of a token, given that of its wildcard or name."""
+    text = f"{re.escape(before)}{meant}{re.escape(behind)}"
+    return f"(?:{text})?" if meant and before + behind else text
 
 
 def suggestion(pattern: str | Path, texts: Sequence[str]) -> str:

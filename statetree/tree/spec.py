@@ -123,20 +123,17 @@ class TreeSpec:
         """Return the structures of the root's children, in order. A leaf has none."""
         if not self.nodes:
             return []
-        firsts: list[int] = []  # the first node of the subtree that each node is the root of
-        for index, refs in enumerate(self.links()):
-            inner = [firsts[~ref] for ref in refs if ref < 0]
-            firsts.append(min(inner, default=index))
-        found = []
+        found, first = [], 0  # nodes of one child come side by side, after those of the children before it
         for ref in self.links()[-1]:
             if ref >= 0:
                 found.append(TreeSpec((), 1))
                 continue
-            first, *rest = self.nodes[firsts[~ref] : ~ref + 1]
-            count = sum(ref >= 0 for refs in self.links()[firsts[~ref] : ~ref + 1] for ref in refs)
+            top, *rest = self.nodes[first : ~ref + 1]
+            count = len(top[1]) + sum(len(node[1]) - 1 for node in rest)
             # What the first node takes may include leaves of the subtree's parents, which come before it.
             own = count - sum(node[4] for node in rest)
-            found.append(TreeSpec(((*first[:4], own), *rest), count))
+            found.append(TreeSpec(((*top[:4], own), *rest), count))
+            first = ~ref + 1
         return found
 
     def walk(self) -> Iterator[Visit]:
@@ -178,7 +175,7 @@ class TreeSpec:
         for container in {node[0] for node in self.nodes}:
             introduce(container, freeze)
         # Not numbers: an attribute with a tensor inside is a child, and one with a number is not.
-        spec = optree_structure(self.unflatten([_Placeholder(index) for index in range(self.num_leaves)]))
+        spec = optree_structure(self.unflatten(map(_Placeholder, range(self.num_leaves))))
         if spec.num_leaves != self.num_leaves:
             msg = (
                 f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "
@@ -198,7 +195,7 @@ class TreeSpec:
             ValueError: If it has other leaves, or the same in another order: ``None`` is a node of it, or mappings are
                 in the order of their sorted keys.
         """
-        tree = spec.unflatten([_Placeholder(index) for index in range(spec.num_leaves)])
+        tree = spec.unflatten(map(_Placeholder, range(spec.num_leaves)))
         leaves, nodes = traverse(tree, verb="from_optree")
         for index, leaf in enumerate(leaves):
             if type(leaf) is not _Placeholder:

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
 
 
 class United(NamedTuple):
-    """The union of structures.
+    """The union of structures."""
 
-    Attributes:
-        spec: The union. Mappings have the keys of all, in the order of the paths if these differ.
-        leaves: For each leaf, by the number of each structure that has it, its index there.
-        differences: Where containers differ in more than keys. Then the others mean nothing.
-    """
-
+    #: The union. Mappings have the keys of all, in the order of the paths if these differ.
     spec: TreeSpec
-    leaves: list[Mapping[int, int]]
+    leaves: list[Mapping[int, int]]  # for each leaf, by the number of each structure that has it, its index there
+    #: Where containers differ in more than keys. Then the others mean nothing.
     differences: list[Difference]
 
 

@@ -93,8 +93,8 @@ def test_what_lies_beside_goes_along(rules, tmp_path, statetree):
     [
         ("rules = 3", "expected [[rules]], each with left and right"),
         ("[[rules]]\nleft = 'a'", "expected [[rules]], each with left and right"),
-        ("[[rules]]\nleft = 'a'\nright = 'b'\npatern = 'a -> a'", "got patern"),
-        ("rules = [{left = 'a', right = 3}]", "a rule is none"),
+        ("[[rules]]\nleft = 'a'\nright = 'b'\npatern = 'a -> a'", "got the key patern"),
+        ("rules = [{left = 'a', right = 3}]", "a rule is not valid"),
         ("rules = [{left = 'a', right = 'b', pattern = 'a -> b'}]", "expected the same axes on both sides"),
         ("rules = []\nsizes = {a = 'b'}", "expected whole numbers as sizes"),
         ("rules = []\nignore = 3", "expected a list of globs as ignore"),
@@ -112,7 +112,7 @@ def test_rules_that_are_none_are_refused(text, message, tmp_path, statetree):
 def test_what_the_rules_do_not_take_is_named(rules, tmp_path, statetree):
     st.save({"a": ramp(3)}, tmp_path / "a.safetensors")
     ran = statetree("convert", "--rules", rules, tmp_path / "a.safetensors", tmp_path / "b.pt")
-    assert (ran.status, "rules differs at a: expected one that takes it" in ran.err) == (2, True)
+    assert (ran.status, "rules do not fit at a: expected one that takes it" in ran.err) == (2, True)
     ran = statetree("convert", "--rules", tmp_path / "none.toml", tmp_path / "a.safetensors", tmp_path / "b.pt")
     assert (ran.status, "there is no such file" in ran.err) == (2, True)
     ran = statetree("convert", "--inverse", tmp_path / "a.safetensors", tmp_path / "b.pt")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from statetree.dcp import Checkpointer
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
 FORMATS = ["a.pt", "a.safetensors", "a"]
@@ -264,6 +266,14 @@ def test_sharded_files_are_shown_as_one(tmp_path, statetree):
     assert len(shards) > 2
     one = by_key(statetree("show", "--json", tmp_path / "a.safetensors"))
     assert by_key(statetree("show", "--json", tmp_path / "b.safetensors.index.json")) == one
+
+
+def test_all_files_of_a_directory_count(tmp_path, statetree):
+    with Checkpointer(tmp_path, incremental=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.ones(1000), "step": step})
+    size = sum(file.stat().st_size for file in checkpointer.path().iterdir() if file.name != ".statetree_manifest")
+    assert json.loads(statetree("show", "--json", checkpointer.path()).out)["bytes"] == size
 
 
 @pytest.mark.parametrize("name", FORMATS)

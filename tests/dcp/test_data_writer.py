@@ -10,9 +10,9 @@ import zlib
 import pytest
 import torch
 
-from statetree.dcp import data_writer
 from statetree.dcp.data_writer import PieceSource
 from statetree.dcp.file_manifest import ManifestPiece
+from statetree.files import strided_reading
 from statetree.files.ranges import OpenFiles
 
 BLOCKS = torch.arange(400_000)  # more than is read at a time
@@ -49,7 +49,7 @@ def as_torch_writes(value):
     ],
 )
 def test_what_is_written_is_what_torch_writes(tensor, written, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_writer, "BUCKET_BYTES", 16)
+    monkeypatch.setattr(strided_reading, "BUCKET_BYTES", 16)
     file, piece = stored(tmp_path / "file", tensor)
     assert file.read(6, piece.length, "it") == as_torch_writes(tensor if written is None else written)
     assert PieceSource(tensor).is_in(file, piece)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import statetree
 from statetree import dcp
-from statetree.dcp.plain_values import read_value, why_not_restorable
+from statetree.files.torch_format import read_value, why_not_restorable
 
 
 class Color(enum.Enum):

@@ -110,6 +110,16 @@ def test_any_container_comes_back_into_a_template(plan):
         assert mine is theirs or not isinstance(mine, torch.Tensor)
 
 
+def test_a_known_container_below_an_unknown_one_comes_back_into_a_template():
+    def state(values):
+        outer, inner = OrderedDict({Color.RED: values}), OrderedDict()
+        outer.extra, inner.tail = inner, values + 1
+        return outer
+
+    loaded = round_trip(state(torch.arange(3.0)), state(torch.zeros(3)), weights_only=False)
+    assert_trees_equal(state(torch.arange(3.0)), loaded, ties=False)
+
+
 def test_a_random_state_is_one_entry(tmp_path):
     state = {"random": random.getstate(), "torch": torch.get_rng_state()}
     statetree.save(state, tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import statetree
@@ -164,3 +165,36 @@ def on_two_ranks(directory):
 
 def test_a_sharded_model_is_filled_in_its_layout(tmp_path):
     run_ranks(2, on_two_ranks, tmp_path)
+
+
+def resumed_optimizer(directory, world_size):
+    """Resume, where there is something, with an optimizer that has not stepped yet; return the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    run = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1), "step": 0}
+    with Checkpointer(directory) as saved:
+        run = saved.restore(run) if saved.steps() else run
+        for step in range(run["step"] + 1, run["step"] + 3):
+            model(torch.full((2, 3), float(step))).square().sum().backward()
+            run["optimizer"].step()
+            run["optimizer"].zero_grad()
+            saved.save(step, {**run, "step": step})
+    return model.weight.full_tensor().detach().clone()
+
+
+def test_a_fresh_optimizer_is_filled_in_the_layout_of_its_parameters(tmp_path):
+    for directory, worlds in (("same", (2, 2)), ("fewer", (2, 1))):
+        *_, last = [run_ranks(world, resumed_optimizer, tmp_path / directory, world)[0] for world in worlds]
+        torch.testing.assert_close(last, whole_run())
+
+
+def whole_run():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(1, 5):
+        model(torch.full((2, 3), float(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach()

@@ -538,8 +538,8 @@ def test_indices_do_not_lead_outside(name, tmp_path, monkeypatch):
     if name == "jagged":
         wrong._offsets[1] = 1000
     with monkeypatch.context() as patch:
-        told = state_entries._facts(template)
-        patch.setattr(state_entries, "_facts", lambda _: told)
+        told = state_entries.facts(template)
+        patch.setattr(state_entries, "facts", lambda _: told)
         statetree.save({"a": wrong}, tmp_path)
     before = [part.clone() for part in statetree.leaves.parts.unpack("test", [template], list).parts]
     with pytest.raises(statetree.CheckpointError, match=r"(load|read): the indices of the leaf at a are damaged: .*"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, cut_out
 from statetree.chunks.local import checked_chunks
 from statetree.errors import UnsupportedLeaf
 
@@ -32,7 +32,7 @@ def shards_of(value: Any) -> LocalChunks:
     columns = value.global_offsets, value.local_offsets, value.local_sizes
     if len({len(column) for column in columns}) > 1:
         raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
-    boxes, pieces = [], []
+    found = []
     rows = [[(*map(int, entry),) for entry in column] for column in columns]
     for start, first, sizes in zip(*rows, strict=True):
         if not len(start) == len(sizes) == len(shape) or not len(first) == len(sizes) == value.dim():
@@ -41,13 +41,8 @@ def shards_of(value: Any) -> LocalChunks:
             raise _misfit(f"shards inside of global_shape {shape}, got sizes {sizes} at {start}")
         if not _lies_in(first, sizes, tuple(value.shape)):
             raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
-        if all(sizes):
-            boxes.append(Box.at(start, sizes))
-            piece = value.detach()
-            for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
-                piece = piece.narrow(dim, offset, size)
-            pieces.append(piece)
-    return checked_chunks(value, shape, value.dtype, boxes, pieces)
+        found.append((Box.at(start, sizes), cut_out(value.detach(), first, sizes)))
+    return checked_chunks(value, shape, value.dtype, found)
 
 
 def _lies_in(start: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

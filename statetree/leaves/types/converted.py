@@ -15,8 +15,7 @@ from statetree.chunks.layouts import add_interval
 from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType
-from statetree.leaves.types.part import LeafPart
+from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ class AxisPart(LeafPart):
         everyone = own_ranks()
         alone = leaf_type.local_chunks(leaf, Ranks(0, [everyone.global_ranks[everyone.rank]]))
         if alone.partials is not None:
-            msg = "the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first."
-            raise UnsupportedLeaf(msg)
+            raise UnsupportedLeaf("the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first.")
         self.boxes: list[Box] = []
         tensors = []
         if 0 in sizes:
@@ -208,8 +206,7 @@ def _joined(products: Sequence[tuple[tuple[Interval, ...], ...]]) -> list[Box]:
         for row in rows:
             alike.setdefault((row[:dim], row[dim + 1 :]), []).extend(row[dim])
         rows = [(*before, _merged(own), *after) for (before, after), own in alike.items()]
-    corners = [chosen for row in rows for chosen in product(*row)]
-    return [Box(tuple([low for low, _ in chosen]), tuple([high for _, high in chosen])) for chosen in corners]
+    return [Box.between(chosen) for row in rows for chosen in product(*row)]
 
 
 def _merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:

@@ -14,14 +14,12 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType
-from statetree.leaves.types.part import LeafPart
+from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.engine_type import LeafContents
@@ -99,30 +97,26 @@ class DTensorType(EngineLeafType):
         if may_list and hasattr(local, "__create_chunk_list__"):
             return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
-            msg = (
+            raise UnsupportedLeaf(
                 f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "
                 f"{type(local).__qualname__}. Move it before it is converted, or convert it back first."
             )
-            raise UnsupportedLeaf(msg)
         shape, dtype = tuple(value.shape), local.dtype
         key = (id(spec.mesh), spec.placements, spec.shard_order, shape, dtype, local.is_meta)
         known = ranks.memo.get(key)
         if known is None:
             known = ranks.memo[key] = _described(spec, shape, dtype, ranks, on_meta=local.is_meta)
         # On ranks outside of the mesh torch gives a tensor without dims one element, which nobody asked for.
-        outside = not known.boxes and not shape
-        pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, known.boxes)
+        boxes = known.chunks.boxes
+        outside = not boxes and not shape
+        pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, boxes)
         if pieces is None:
-            held = tuple([box.sizes for box in known.boxes])
-            msg = (
+            held = tuple([box.sizes for box in boxes])
+            raise UnsupportedLeaf(
                 f"the local tensor of the leaf at %PATH% does not fit its placements {value.placements}: expected the "
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
-            raise UnsupportedLeaf(msg)
-        text, detail, layout, boxes, partials, _, mesh, _ = known
-        return LocalChunks(
-            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, partials, mesh
-        )
+        return known.chunks._replace(pieces=pieces, tie=location_of(local), device=local.device.type)
 
 
 def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:  # noqa: FBT001
@@ -138,13 +132,8 @@ def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, An
 class _Described(NamedTuple):
     """What all tensors of one shape, dtype, mesh and placements have in common."""
 
-    text: str
-    detail: str
-    layout: ChunkLayout
-    boxes: Sequence[Box]
-    partials: tuple[str, tuple[ChunkLayout, ...]] | None
+    chunks: LocalChunks  # without their pieces
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
-    mesh: MeshSplits
     kept: Any  # the mesh: so that its id is not handed out again
 
 
@@ -161,8 +150,9 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     if summed:
         reduction, rows = _partials(spec, dtype, mesh_shape, members, summed)
         partials = reduction, tuple([mesh_layout(shape, mesh_shape, row, splits) for row in rows])
-    splitting = MeshSplits(mesh_shape, listed, splits)
-    return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, partials, only, splitting, mesh)
+    detail, splitting = f"{digest}{spec.shard_order}", MeshSplits(mesh_shape, listed, splits)
+    chunks = LocalChunks(text, detail, shape, dtype, layout, boxes, [], None, "", partials, splitting)
+    return _Described(chunks, only, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
@@ -188,11 +178,10 @@ def _partials(
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
     if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
-        msg = (
+        raise UnsupportedLeaf(
             f"cannot reduce the leaf at %PATH%: expected Partial by one of {', '.join(sorted(REDUCTIONS))} of a dtype "
             f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
         )
-        raise UnsupportedLeaf(msg)
     places = torch.arange(len(members)).view(mesh_shape).movedim(summed, list(range(len(summed))))
     rows = places.reshape(prod(mesh_shape[dim] for dim in summed), -1)
     held = [torch.full((len(members),), -1).index_copy_(0, row, torch.tensor(members)[row]) for row in rows]
@@ -229,34 +218,29 @@ class MeshPart(LeafPart):
         mesh_shape, digest, _, members, _ = ranks.positions(spec.mesh)
         splits, summed = _splits(spec)
         if summed:
-            msg = (
+            raise UnsupportedLeaf(
                 f"the leaf at %PATH% has the placements {spec.placements}, and its local tensor is made of several: "
                 "expected no Partial. Redistribute it first."
             )
-            raise UnsupportedLeaf(msg)
         cuts = list(enumerate(self.cuts))
         own = tuple([s._replace(dim=d) for s in splits for d, cut in cuts if cut is not None and cut.dim == s.dim])
         if own == splits and self.steps == self.shape:  # as a DTensor would be: it may be tied to one
-            known = _described(spec, self.shape, self.dtype, ranks, on_meta=tensor.is_meta)
-            text, detail, layout, splitting = known.text, known.detail, known.layout, known.mesh
+            known = _described(spec, self.shape, self.dtype, ranks, on_meta=tensor.is_meta).chunks
         else:
-            layout, splitting = self._layout(splits, mesh_layout(self.steps, mesh_shape, members, own)), None
+            layout = self._layout(splits, mesh_layout(self.steps, mesh_shape, members, own))
             on_meta = " on meta" if tensor.is_meta else ""
             text = f"a part{on_meta} {self.dtype} {self.shape} over a mesh {mesh_shape} cut by {own}"
-            detail = digest
-        boxes = layout.boxes_of(ranks.rank)
+            held = layout.boxes_of(ranks.rank)
+            known = LocalChunks(text, digest, self.shape, self.dtype, layout, held, [], None, "")
+        boxes = known.boxes
         pieces = local_pieces(tensor, boxes) if boxes else []
         if pieces is None:
-            msg = (
+            raise UnsupportedLeaf(
                 "the local tensor of the leaf at %PATH% does not fit its placements: expected an inner tensor of "
                 f"the shape of {tuple([box.sizes for box in boxes])}, got {tuple(tensor.shape)}. Make it with "
                 "from_local(shape=...)."
             )
-            raise UnsupportedLeaf(msg)
-        location, device = location_of(tensor), tensor.device.type
-        return LocalChunks(
-            text, detail, self.shape, self.dtype, layout, boxes, pieces, location, device, None, splitting
-        )
+        return known._replace(pieces=pieces, tie=location_of(tensor), device=tensor.device.type)
 
     def _layout(self, splits: Sequence[Split], layout: ChunkLayout) -> ChunkLayout:
         """Return the layout of the part, from the one in the steps in which the ``DTensor`` is cut."""
@@ -273,11 +257,10 @@ class MeshPart(LeafPart):
         return ChunkLayout(self.shape, layout.ranks, starts // over, stops // over)
 
     def _across_blocks(self) -> UnsupportedLeaf:
-        msg = (
+        return UnsupportedLeaf(
             f"the leaf at %PATH% has blocks of elements that lie on several ranks ({self.spec.placements}): expected "
             "rows that the blocks divide, sharded along dim 0. Choose such sizes."
         )
-        return UnsupportedLeaf(msg)
 
 
 def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], MeshPart]:

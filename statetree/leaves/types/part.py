@@ -1,16 +1,10 @@
-"""Parts of leaves that are made of several distributed tensors: strided tensors of which each rank holds boxes.
-
-A leaf that is one distributed tensor (a ``DTensor`` of plain tensors, say) is described by its leaf type alone. Where a
-leaf is made of several, ``lowering`` puts a part in the place of each.
-"""
+"""Parts of leaves that are made of several distributed tensors, as leaves of a lowered tree."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
-from statetree.chunks.local import chunks_at
 from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
@@ -20,57 +14,6 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.leaves.engine_type import DistributedPart
-
-
-class LeafPart(ABC):
-    """A strided tensor of which the ranks hold boxes: this rank's tensors, as they lie in the leaf."""
-
-    __slots__ = ("dtype", "shape", "tensors")
-    #: In messages.
-    _statetree_text: ClassVar[str] = "a distributed tensor"
-    #: Whether its leaf is made of parts, and not of their tensors.
-    stays_part = False
-    #: Whether ranks that hold different chunks of the leaf are taken to hold the same of this part.
-    is_assumed_equal = False
-
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self.tensors = tensors
-        self.dtype = dtype
-        self.shape = tuple(shape)
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
-        """Return the same part of other tensors."""
-        made = copy(self)
-        made.tensors = tensors
-        made.dtype = tensors[0].dtype if tensors else self.dtype
-        return made
-
-    @abstractmethod
-    def local_chunks(self, ranks: Ranks) -> LocalChunks:
-        """Return which boxes this rank holds, and where the others are, if that is known."""
-
-
-class ListedPart(LeafPart):
-    """A part of which each rank knows its own boxes: what ``layout`` says of it, or all where others are not whole."""
-
-    __slots__ = ("is_listed", "offsets")
-
-    def __init__(self, part: DistributedPart) -> None:
-        super().__init__(part.tensors, part.dtype, part.shape)
-        self.offsets = part.offsets
-        self.is_listed = part.is_listed
-
-    def local_chunks(self, ranks: Ranks) -> LocalChunks:
-        """Return which boxes this rank holds."""
-        return chunks_at(self, self.shape, self.dtype, self.tensors, self.offsets)
-
-
-class WholePart(ListedPart):
-    """A part that is whole on every rank, of a leaf of which other parts are not."""
-
-    __slots__ = ()
-    is_assumed_equal = True
 
 
 class PartType(EngineLeafType):

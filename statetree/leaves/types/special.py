@@ -101,11 +101,10 @@ class _Quantized(EngineLeafType):
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         if value.dtype not in _INTEGERS:
-            msg = (
+            raise UnsupportedLeaf(
                 f"the leaf at %PATH% has the dtype {value.dtype}, which packs several numbers into a byte and has no "
                 "exact copy: expected quint8, qint8 or qint32. Dequantize it first."
             )
-            raise UnsupportedLeaf(msg)
         integers = torch.empty(0, dtype=_INTEGERS[value.dtype], device=value.device)
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         if value.is_meta:
@@ -123,12 +122,7 @@ class _Quantized(EngineLeafType):
             dtype, axis = context
             scales, zero_points = channels
             fresh = torch._empty_per_channel_affine_quantized(
-                integers.shape,
-                scales=scales,
-                zero_points=zero_points,
-                axis=axis,
-                dtype=dtype,
-                device=integers.device,
+                integers.shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
             )
         else:
             dtype, scale, zero_point = context
@@ -175,11 +169,10 @@ def special_layout(value: torch.Tensor) -> EngineLeafType | None:
     if value.layout is not torch.strided:
         special = _LAYOUTS.get(value.layout)
         if special is None:
-            msg = (
+            raise UnsupportedLeaf(
                 f"the leaf at %PATH% has the layout {value.layout}, which has no exact copy: expected a strided, "
                 "sparse, nested or quantized tensor. Convert it (for example with to_dense) first."
             )
-            raise UnsupportedLeaf(msg)
         return special
     if value.is_nested:
         return _NESTED

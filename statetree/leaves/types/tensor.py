@@ -130,11 +130,10 @@ class TensorType(EngineLeafType):
 
 def _refuse_dual(value: torch.Tensor) -> None:
     if carry_tangents([value]):
-        msg = (
+        raise UnsupportedLeaf(
             "the leaf at %PATH% is a dual tensor of forward-mode differentiation: expected one without a tangent. Pass "
             "torch.autograd.forward_ad.unpack_dual(leaf).primal."
         )
-        raise UnsupportedLeaf(msg)
 
 
 TENSOR = TensorType()

@@ -32,23 +32,12 @@ class WrapperType(EngineLeafType):
 
     def contents(self, value: Any) -> LeafContents:
         with _caches_dropped(value):
-            return self._contents(value)
-
-    def _contents(self, value: Any) -> LeafContents:
-        names, metadata = value.__tensor_flatten__()
-        inner = {name: getattr(value, name) for name in names}
+            names, metadata = value.__tensor_flatten__()
+            inner = {name: getattr(value, name) for name in names}
+            geometry = value.shape, value.stride(), value.requires_grad
         tensors = {name: held for name, held in inner.items() if isinstance(held, torch.Tensor)}
         kept = {name: held for name, held in inner.items() if name not in tensors}  # a DTensor's mesh, say
-        context = _Context(
-            type(value),
-            tuple(tensors),
-            kept,
-            metadata,
-            freeze(metadata),
-            value.shape,
-            value.stride(),
-            value.requires_grad,
-        )
+        context = _Context(type(value), tuple(tensors), kept, metadata, freeze(metadata), *geometry)
         parts = list(tensors.values())
         carried = {name: held for name, held in attributes_of(value).items() if name not in inner}
         if value.layout is torch.jagged:
@@ -168,11 +157,10 @@ class UntraceableType(EngineLeafType):
 
     def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__
-        msg = (
+        raise UnsupportedLeaf(
             f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
             f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
         )
-        raise UnsupportedLeaf(msg)
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         self.contents(value)

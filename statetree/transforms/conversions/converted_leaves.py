@@ -30,22 +30,15 @@ if TYPE_CHECKING:
 
 
 class LeafPlan(NamedTuple):
-    """How a leaf is made of others.
-
-    Attributes:
-        rule: By which rule.
-        place: Which of the leaves that it makes, and the captures of its names.
-        names: Its names.
-        shape: Its shape; ``None`` if it is another leaf as it is.
-        blocks: The blocks that it is made of, each with the index of the leaf that it comes from.
-        twins: The leaves that have to be the same as one of these, since their names are tied.
-    """
+    """How a leaf is made of others."""
 
     rule: Rule
-    place: tuple[Place, Mapping[str, str | None]]
+    place: tuple[Place, Mapping[str, str | None]]  # which of the leaves that it makes, and the captures of its names
     names: Sequence[str]
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # its shape; None if it is another leaf as it is
+    #: The blocks that it is made of, each with the index of the leaf that it comes from.
     blocks: Sequence[tuple[int, AxisBlock]]
+    #: The leaves that have to be the same as one of these, since their names are tied.
     twins: Mapping[int, Sequence[int]]
 
     @property

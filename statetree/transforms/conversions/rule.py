@@ -25,22 +25,17 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """A tensor of one side of a rule.
+    """A tensor of one side of a rule."""
 
-    Attributes:
-        names: What it is called: under several names, the leaves are tied.
-        axes: Captures of the names that the other side has not: axes, each index of which is a leaf of its own.
-        dims: The axes of its dims; ``None`` without a pattern.
-    """
-
-    names: tuple[NamePattern, ...]
+    names: tuple[NamePattern, ...]  # what it is called: under several names, the leaves are tied
+    #: Captures of the names that the other side has not: axes, each index of which is a leaf of its own.
     axes: tuple[str, ...]
-    dims: Dims | None
+    dims: Dims | None  # the axes of its dims; None without a pattern
 
     def name(self, which: int, captures: Mapping[str, str | None], place: Sequence[int]) -> str:
         """Return the name of the leaf at a place along the axes."""
         numbers = dict(zip(self.axes, map(str, place), strict=True))
-        return self.names[which].fill({**captures, **numbers}).text
+        return self.names[which].fill({**captures, **numbers})
 
 
 #: A leaf of a rule: which slot, and where along its axes.
@@ -56,13 +51,7 @@ class PlannedLeaf(NamedTuple):
 
 
 class Rule:
-    """Names of both sides, with the pattern between them.
-
-    Attributes:
-        source: The tensors of the side that is converted.
-        target: Those of the other one.
-        shared: The captures of both sides.
-    """
+    """Names of both sides, with the pattern between them: the tensors of each side, and the captures that both have."""
 
     def __init__(self, left: Sequence[str], right: Sequence[str], pattern: str | None) -> None:
         self.left, self.right, self.pattern = left, right, pattern
@@ -96,7 +85,7 @@ class Rule:
     def _refused(self, expected: str, got: str) -> ValueError:
         pattern = "" if self.pattern is None else f", {self.pattern!r}"
         rule = f"({list(self.left)}, {list(self.right)}{pattern})"
-        return ValueError(f"Conversion: the rule {rule} is none: expected {expected}, got {got}. Change it.")
+        return ValueError(f"Conversion: the rule {rule} is not valid: expected {expected}, got {got}. Change it.")
 
     def _slots(self, names: Sequence[str], tensors: Sequence[Dims | None], own: set[str]) -> list[Slot]:
         patterns = [NamePattern(name, own) for name in names]
@@ -126,7 +115,7 @@ class Rule:
         for ours, theirs in zip(*sides, strict=True):
             if ours != theirs:
                 odd = ", ".join(sorted(ours ^ theirs))
-                raise self._refused("the same axes on both sides", f"{odd} on one")
+                raise self._refused("the same axes on both sides", f"{odd} on one side only")
 
     def matches(self, name: str, *, back: bool = False) -> Iterator[tuple[Place, int, re.Match[str]]]:
         """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures."""
@@ -154,11 +143,7 @@ class Rule:
     def targets(
         self, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
     ) -> tuple[Sequence[PlannedLeaf], Sequence[str]]:
-        """Return what becomes of tensors.
-
-        Returns:
-            The leaves, and what does not fit, in texts.
-        """
+        """Return the leaves that become of tensors, and in texts what does not fit."""
         if self.pattern is None:
             whole = AxisRegion((), (), ())
             return [PlannedLeaf((0, ()), shapes[0], [((0, ()), AxisBlock((), whole, whole))])], ()

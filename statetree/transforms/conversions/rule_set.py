@@ -24,17 +24,11 @@ _REMEDY = "Change the rules or the tree."
 
 
 class _Instance(NamedTuple):
-    """Leaves that a rule takes together: those of one layer, say.
-
-    Attributes:
-        rule: The rule.
-        captures: What its names have in common.
-        leaves: The leaves at each place, by which of the tied names they lie under.
-    """
+    """Leaves that a rule takes together: those of one layer, say."""
 
     rule: Rule
-    captures: Mapping[str, str | None]
-    leaves: dict[Place, dict[int, int]]
+    captures: Mapping[str, str | None]  # what its names have in common
+    leaves: dict[Place, dict[int, int]]  # the leaves at each place, by which of the tied names they lie under
 
 
 class Conversion:
@@ -234,7 +228,7 @@ class Conversion:
                 if maker.shape(leaf) != shapes[-1]
             ]
         targets, odd = rule.targets(shapes, {**self._sizes, **counts})
-        wrong += [Difference(maker.path(firsts[places[0]]), "sizes", text, f"what fits {rule}") for text in odd]
+        wrong += [Difference(maker.path(firsts[places[0]]), "sizes", text, f"sizes that fit {rule}") for text in odd]
         plans = []
         for target in targets:
             number, index = target.place
@@ -256,8 +250,8 @@ def _rule(given: Any) -> Rule:
     is_named = len(sides) == 2 and all(side and all(isinstance(name, str) for name in side) for side in sides)
     if not is_named or len(parts) > 3 or not all(isinstance(part, (str, type(None))) for part in parts[2:]):
         msg = (
-            "Conversion: a rule is none: expected (left, right) or (left, right, pattern), paths or lists of paths and "
-            f"a text, got {reprlib.repr(given)}."
+            "Conversion: a rule is not valid: expected (left, right) or (left, right, pattern), paths or lists of "
+            f"paths and a text, got {reprlib.repr(given)}."
         )
         raise TypeError(msg)
     return Rule(sides[0], sides[1], parts[2] if len(parts) == 3 else None)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _GAP_DTYPES: Final = {torch.uint8: 1 << 8, torch.uint16: 1 << 16, torch.int32: 1 << 31, torch.int64: 1 << 63}
 #: What is worked out at a time on a processor: it stays in the cache, and torch starts no threads for it.
 _BLOCK: Final = 1 << 15
-#: The start of a change that replaces everything.
-_WHOLE: Final = -1
 #: Who holds what this rank holds of a part: every rank by itself, this rank before others, or others before this one.
 #: No few flipped bits make one of another one.
 HOLDERS: Final = (0x3A5C_96E1_0F27_D84B, 0x6C93_5A0E_E1D8_27B4, 0x563F_A5D2_B48E_7109)
@@ -53,19 +51,10 @@ def from_gaps(start: int, gaps: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _indices(positions: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Return the index along each dim of elements, by their positions in row-major order."""
-    found = []
-    for size in reversed(shape):
-        found.append(positions % size)
-        positions = positions // size
-    return found[::-1]
-
-
 def places_of(positions: torch.Tensor, sizes: Sequence[int], steps: Sequence[int], begin: int = 0) -> torch.Tensor:
     """Return where elements lie that are so many steps apart along each dim, by their positions in row-major order."""
     places = torch.full_like(positions, begin)
-    for index, step in zip(_indices(positions, sizes), steps, strict=True):
+    for index, step in zip(torch.unravel_index(positions, tuple(sizes)), steps, strict=True):
         places += index * step
     return places
 
@@ -83,7 +72,8 @@ def in_box(positions: torch.Tensor, box: Box, shape: Sequence[int]) -> tuple[tor
     if box.sizes == tuple(shape):
         return slice(None), positions
     inside, local = torch.ones_like(positions, dtype=torch.bool), torch.zeros_like(positions)
-    for index, start, size in zip(_indices(positions, shape), box.start, box.sizes, strict=True):
+    indices = torch.unravel_index(positions, tuple(shape))
+    for index, start, size in zip(indices, box.start, box.sizes, strict=True):
         inside &= (index >= start) & (index < start + size)
         local = local * size + (index - start)
     return inside, local[inside]
@@ -94,26 +84,22 @@ class TensorChange:
     """What is written over one part: a tensor, or one of those that a leaf is made of.
 
     Positions count the elements of the global shape in row-major order.
-
-    Attributes:
-        gaps: By how much each position is above the one before it, the first being ``head[0]``; unsigned bytes or wider
-            integers. Where everything that this rank holds is replaced, nothing; of a distributed part three rows of
-            ``int64``: the global shape, the first index of this rank's box, and the index behind its last.
-        values: The elements for these positions; of a part that is replaced, all that this rank holds.
-        head: Three ``int64``: the first position (-1: everything is replaced), the number of elements of the global
-            shape, and a number for who holds them.
-        sums: Two rows of two ``int64``: sums of the elements there before and after.
     """
 
+    #: By how much each position is above the one before it, the first being `head[0]`; unsigned bytes or wider
+    #: integers. Where everything that this rank holds is replaced, nothing; of a distributed part three rows of
+    #: `int64`: the global shape, the first index of this rank's box, and the index behind its last.
     gaps: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor  # the elements for these positions; of a part that is replaced, all that this rank holds
+    #: Three `int64`: the first position (-1: everything is replaced), the number of elements of the global shape, and a
+    #: number for who holds them.
     head: torch.Tensor
-    sums: torch.Tensor
+    sums: torch.Tensor  # two rows of two `int64`: sums of the elements there before and after
 
     @property
     def is_whole(self) -> bool:
         """Whether all elements are replaced."""
-        return int(self.head[0]) == _WHOLE
+        return int(self.head[0]) == -1
 
     def positions(self) -> torch.Tensor:
         """Return the positions in the order of the values."""
@@ -176,15 +162,10 @@ def merged_changes(name: str, first: TensorChange, second: TensorChange) -> Tens
 
 @dataclass(frozen=True, eq=False)
 class ValueChange:
-    """What takes the place of a leaf: a plain value, an opaque object, a tensor made of parts of other sizes.
-
-    Attributes:
-        value: The new leaf.
-        numbers: Two ``int64``: the numbers of the leaf before and after.
-    """
+    """What takes the place of a leaf: a plain value, an opaque object, a tensor made of parts of other sizes."""
 
     value: Any
-    numbers: torch.Tensor
+    numbers: torch.Tensor  # two `int64`: the numbers of the leaf before and after
 
     def known(self, verb: str, name: str) -> tuple[int, int]:
         """Return the numbers; raise ``TreeMismatch`` if they cannot be those of the value."""

@@ -209,9 +209,8 @@ def delta(new: Any, base: Any) -> Delta:
         True
     """
     a, b = StateParts("delta", new, own_ranks()), StateParts("delta", base, own_ranks())
-    order, found = matched(b.manifest.spec, b.leaves, a.manifest.spec, a.leaves)
-    differences = [Difference(path, kind, left, right) for path, kind, right, left, _ in found]
-    pairs = [(leaf if order is None else order[leaf], leaf) for leaf in b.manifest.order]
+    order, differences = matched(a.manifest.spec, a.leaves, b.manifest.spec, b.leaves)
+    pairs = [(leaf, leaf if order is None else order[leaf]) for leaf in a.manifest.order]
     for one, other in pairs if not differences else ():
         if a.texts[one] != b.texts[other]:
             known = [*_differing_facts(a, one, b, other)] or [("layout", a.texts[one], b.texts[other])]

@@ -56,12 +56,13 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     unknown = next(iter([*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]), "")
     if unknown:
         raise mismatch(run.verb, unknown, "this leaf in like", "others")
-    outgoing: list[list[_Elements]] = [[] for _ in range(run.group.size)]
+    everyone, here = range(run.group.size), [run.group.rank]
+    outgoing: list[list[_Elements]] = [[] for _ in everyone]
     for row, (key, (leaf, names)) in enumerate(rows.items()):
         for change in told[key]:
             shape, positions, bits = _checked(state, key, change, leaf, names)
             holder = int(change.head[2])  # of replicas only the first sends
-            for rank in range(run.group.size) if holder == OWN else [run.group.rank] if holder == EVERYBODYS else []:
+            for rank in everyone if holder == OWN else here if holder == EVERYBODYS else ():
                 for box in layouts[leaf].boxes_of(rank) if leaf in layouts else [whole_box(shape)]:
                     chosen, _ = in_box(positions, box, shape)
                     if len(positions[chosen]):
@@ -169,13 +170,11 @@ def _balance(
     *,
     is_local: bool,
 ) -> torch.Tensor:
-    """Return sums that add up to zero over the ranks if ``like`` holds the base on all of them.
-
-    Each rank takes part with what ``like`` holds where it is written over, less what the first holders of the old
-    layout said of it. Replicas have weights that add up to one, and none of which is zero: so the sums are right if all
-    replicas hold the same, and wrong if one does not. Where each rank has all by itself, before and after, none can
-    answer for another one: what differs counts with another weight on each.
-    """
+    """Return sums that add up to zero over the ranks if ``like`` holds the base on all of them."""
+    # Each rank takes part with what `like` holds where it is written over, less what the first holders of the old
+    # layout said of it. Replicas have weights that add up to one, and none of which is zero: so the sums are right if
+    # all replicas hold the same, and wrong if one does not. Where each rank has all by itself, before and after, none
+    # can answer for another one: what differs counts with another weight on each.
     total = torch.zeros(FEW, dtype=torch.int64, device="cpu")
     holders = [int(change.head[2]) for change in told]
     alone = is_local and EVERYBODYS in holders

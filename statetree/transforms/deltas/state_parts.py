@@ -42,21 +42,13 @@ if TYPE_CHECKING:
 
 
 class HeldPart(NamedTuple):
-    """One box that this rank holds of a part.
-
-    Attributes:
-        leaf: The leaf that it is of.
-        shape: The global shape.
-        box: The box.
-        piece: The plain tensor of its elements.
-        replica: The number of this rank among those that hold the box, and how many these are; ``None`` where each rank
-            has the part by itself.
-    """
+    """One box that this rank holds of a part."""
 
     leaf: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the global one
     box: Box
-    piece: torch.Tensor
+    piece: torch.Tensor  # the plain tensor of its elements
+    #: The number of this rank among those that hold the box, and how many these are; none where each has it by itself.
     replica: tuple[int, int] | None = None
 
     @property
@@ -162,14 +154,7 @@ class StateParts:
     """The parts of a tree, by their names, and its leaves that are taken whole.
 
     A leaf that is made of several tensors, or of which this rank holds several boxes, has several: ``w#0``, ``w#1``.
-
-    Attributes:
-        manifest: The tree, lowered.
-        leaves: Its leaves.
-        keys: Their names.
-        tensors: The parts.
-        parts_of: The names of the parts of each leaf that has some.
-        texts: What of each leaf must agree between trees. (Parts of a value may have other sizes.)
+    ``texts`` says of each leaf what must agree between trees. (Parts of a value may have other sizes.)
     """
 
     def __init__(self, verb: str, tree: Any, ranks: Ranks, *, complete: bool = False) -> None:
@@ -184,7 +169,7 @@ class StateParts:
             keys = [[key] if count is None else _named(key, count, named) for key, count in rows]
             self.keys = [name for names in keys for name in names]
         parts: dict[int, list[HeldPart]] = {}
-        several: list[int] = []
+        local: list[int] = []
         self.texts = dict.fromkeys(self.manifest.order, "a value")
         for index in self.manifest.order:
             leaf, chunks = self.leaves[index], self.manifest.chunks.get(index)
@@ -198,16 +183,15 @@ class StateParts:
                     for own in [holders.get(box, [rank])]
                 ]
                 self.texts[index] = f"a tensor {chunks.dtype} {shape} {[(*map(tuple, box),) for box in chunks.boxes]}"
-            elif is_cuttable(leaf):
-                parts[index] = [_whole(index, leaf)]
-                self.texts[index] = f"a tensor {leaf.dtype} {tuple(leaf.shape)}{' on meta' if leaf.is_meta else ''}"
             elif (kind := leaf_type_of(type(leaf))) is not None and kind.has_elements and not kind.opaque:
                 parts[index] = []
-                several.append(index)
-        found = self._unpacked(several)
+                local.append(index)
+                if is_cuttable(leaf):
+                    self.texts[index] = f"a tensor {leaf.dtype} {tuple(leaf.shape)}{' on meta' if leaf.is_meta else ''}"
+        found = self._unpacked(local)
         for place, number, _ in paired_parts(found, found):
             assert number is not None  # it faces itself
-            parts[several[place]].append(_whole(several[place], found.parts[number]))
+            parts[local[place]].append(_whole(local[place], found.parts[number]))
         self.tensors: dict[str, HeldPart] = {}
         self.parts_of: dict[int, list[str]] = {}
         taken = set(self.keys)

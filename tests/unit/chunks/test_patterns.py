@@ -38,7 +38,7 @@ def test_what_is_a_pattern(text, shown):
     ids=str,
 )
 def test_what_is_none(text, message):
-    with pytest.raises(ValueError, match=f"is no pattern: .*{message}"):
+    with pytest.raises(ValueError, match=f"is not a pattern: .*{message}"):
         parse_pattern(text)
 
 

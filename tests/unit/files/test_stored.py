@@ -10,7 +10,7 @@ import torch
 
 import statetree as st
 from statetree.errors import CheckpointError, TreeMismatch, UnsupportedLeaf
-from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
+from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, publishing, register_format
 from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
@@ -117,7 +117,7 @@ def test_a_users_function_gets_one_tensor_for_those_that_are_tied(tmp_path):
     for made in (
         st.map_leaves(lambda leaf: leaf, stored),
         st.map_with_path(lambda _, leaf: leaf, stored),
-        st.update(stored, "**", lambda leaf: leaf),
+        st.update(stored, ["a", "b.0"], lambda leaf: leaf) | {"c": stored["c"].read()},
         st.chain(lambda tree: tree)(stored),
     ):
         assert made["a"] is made["b"][0]
@@ -185,6 +185,18 @@ def test_a_predicate_is_asked_about_a_tensor_that_is_read_if_it_looks_at_element
     changed = st.update(stored, lambda _, leaf: leaf.any(), lambda leaf: -leaf)
     assert changed["one"].equal(-state["one"])
     assert changed["big"] is stored["big"]
+
+
+def test_update_takes_no_stored_tensors_apart_that_share_elements(tmp_path):
+    flat = torch.arange(6.0)
+    st.save({"a": flat[2:4], "b": flat}, tmp_path / "tied.pt")
+    stored = st.files.open(tmp_path / "tied.pt")
+    with pytest.raises(st.TreeMismatch, match=r"at a: .* elements that it shares with b"):
+        st.update(stored, "**", lambda leaf: leaf * 2)
+    same = st.update(stored, "**", lambda leaf: leaf)
+    same["b"].fill_(7)
+    assert same["a"].tolist() == [7, 7]
+    assert st.update(stored, "a", lambda leaf: leaf * 2)["a"].tolist() == [4, 6]
 
 
 def test_a_step_of_a_chain_gets_tensors(tmp_path):
@@ -358,6 +370,22 @@ def test_saving_replaces_whole_files(tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         st.save({"w": bits(4)}, tmp_path / "a.pt", overwrite=False)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_directory_is_replaced_in_one_step_where_the_system_can(tmp_path, monkeypatch):
+    def save(start):
+        st.save({"w": bits(4, start=start), "v": bits(4)}, tmp_path / "a")
+        assert torch.equal(open_file(tmp_path / "a")["w"].read(), bits(4, start=start))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+    save(0)
+    (tmp_path / "a").chmod(0o750)
+    with monkeypatch.context() as patched:
+        patched.setattr(publishing, "_publish", None)  # which has a moment with neither
+        save(1)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o750
+    monkeypatch.setattr(publishing, "_exchanged", lambda *_: False)
+    save(2)
 
 
 def test_other_formats_can_be_registered(tmp_path):

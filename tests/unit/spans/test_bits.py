@@ -9,7 +9,7 @@ from hypothesis import strategies as hyp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from statetree.spans import bits
-from statetree.spans.bits import bits_of, compare_memory, differ_in_more, differing, same_bytes
+from statetree.spans.bits import compare_memory, differ_in_more, differing, same_bytes
 from statetree.spans.element_differences import tensor_difference
 from statetree.torch_internals import negated_view
 
@@ -181,7 +181,3 @@ def test_zeros_of_autograd_have_elements():
     zeros = torch._efficientzerotensor(4)
     assert same_bytes(zeros, torch.zeros(4))
     assert listed(zeros, torch.tensor([0.0, 1.0, 0.0, 2.0])) == [1, 3]
-
-
-def test_bits_of_an_element_of_sixteen_bytes_are_two_integers():
-    assert bits_of(torch.tensor([1.0 + 2.0j], dtype=torch.complex128)).numel() == 2

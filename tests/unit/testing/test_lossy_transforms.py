@@ -61,11 +61,16 @@ def test_check_transform_finds_rarer_losses(name):
         check_transform(lambda tree: applied(RARER[name], tree), laws=["values"], examples=50)
 
 
-def test_check_transform_finds_what_rounds_numbers():
+@pytest.mark.parametrize(
+    ("kind", "loss", "shown"),
+    [(int, lambda number: int(float(number)), "9007199254740993"), (float, lambda x: torch.tensor(x).item(), "0.1")],
+    ids=["int through float64", "float through float32"],
+)
+def test_check_transform_finds_what_rounds_numbers(kind, loss, shown):
     def rounded(tree):
-        return st.map_leaves(lambda leaf: int(float(leaf)) if type(leaf) is int else leaf, tree)
+        return st.map_leaves(lambda leaf: loss(leaf) if type(leaf) is kind else leaf, tree)
 
-    with pytest.raises(AssertionError, match="9007199254740993"):
+    with pytest.raises(AssertionError, match=shown):
         check_transform(rounded, laws=["values"], examples=50)
 
 

@@ -254,6 +254,17 @@ def test_an_object_that_holds_more_than_is_copied_stays_tied_if_the_destination_
     refused({"box": Box(x=src), "w": src[2:4]}, {"box": Box(x=flat), "w": flat[1:3]}, "ties at box")
 
 
+def test_what_is_tied_only_to_the_rest_of_an_object_stays_tied():
+    src, flat = ramp(8), torch.zeros(8)
+    boxes = [{"box": Box(x=whole[0:3], y=whole[2:7]), "w": whole[3:8]} for whole in (src, flat)]
+    result = st.copy_into(*boxes)
+    flat[2] = -1
+    assert result["box"].x.tolist() == [0, 1, -1]
+    assert result["box"].y.tolist() == [-1, 3, 4, 5, 6]
+    apart = {"box": Box(x=torch.zeros(3), y=flat[2:7]), "w": flat[3:8]}
+    refused(boxes[0], apart, "ties at box: a view on the memory of box cannot go into a tensor without such a view")
+
+
 @pytest.mark.parametrize(
     ("held", "copied", "target", "options"),
     [

@@ -148,7 +148,7 @@ def test_a_tree_of_one_level_has_whole_keys_and_others_components():
 def test_what_is_ignored_or_not_taken_is_left_out():
     state = {"a": 1, "x.inv_freq": 2, "b": 3}
     assert st.Conversion([("a", "z")], ignore=["**.inv_freq", "none.*"], strict=False)(state) == {"z": 1}
-    with pytest.raises(st.TreeMismatch, match="rules differs at b: expected one that takes it, got none"):
+    with pytest.raises(st.TreeMismatch, match="rules do not fit at b: expected one that takes it, got none"):
         st.Conversion([("a", "z")], ignore=["**.inv_freq"])(state)
     assert st.Conversion([("a", "z"), ("none", "nothing")])({"a": 1}) == {"z": 1}
 
@@ -189,10 +189,10 @@ def test_everything_that_does_not_fit_is_said_at_once():
             {"experts.0.w": ramp(2), "experts.1.w": ramp(3)},
             r"shape differs at experts.1.w: expected \(2,\), as experts.0",
         ),
-        ({"experts.0.w": ramp(2), "experts.x.w": ramp(2)}, "rules differs at experts.x.w: expected one .* got none"),
+        ({"experts.0.w": ramp(2), "experts.x.w": ramp(2)}, "rules do not fit at experts.x.w: expected one .* got none"),
         (
             {"experts.0.w": ramp(2, 2)},
-            r"sizes differs at experts.0.w: .*got \(2, 2\) in experts.{e}.w, where f belongs",
+            r"sizes do not fit at experts.0.w: .*got \(2, 2\) in experts.{e}.w, where f belongs",
         ),
     ],
     ids=["missing", "shape", "word", "dims"],
@@ -220,7 +220,7 @@ def test_an_index_may_be_as_large_as_it_likes():
     ids=["unknown", "odd", "other"],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, shape, message):
-    with pytest.raises(st.TreeMismatch, match=f"sizes differs at x: expected what fits x <-> y: .*, {message}"):
+    with pytest.raises(st.TreeMismatch, match=f"sizes do not fit at x: expected sizes that fit x <-> y: .*, {message}"):
         st.Conversion([("x", "y", "(a b) -> (b a)")], sizes=sizes)({"x": ramp(*shape)})
     with pytest.raises(st.TreeMismatch, match=r"size differs at experts.2.w: expected at most"):
         st.Conversion([EXPERTS], sizes={"e": 2}).inverse({f"experts.{e}.w": ramp(2, 2) for e in range(3)})
@@ -250,7 +250,7 @@ def test_a_name_that_could_not_be_read_again_is_refused(rule, message):
     "rule", ["ab", ("a",), ("a", "b", 3), ("a", "b", "c -> c", "d"), (["a", 1], "b"), ([], "b")], ids=str
 )
 def test_what_is_no_rule_is_refused(rule):
-    with pytest.raises(TypeError, match="Conversion: a rule is none: expected"):
+    with pytest.raises(TypeError, match="Conversion: a rule is not valid: expected"):
         st.Conversion([rule])
 
 
@@ -269,7 +269,7 @@ def test_what_is_no_rule_is_refused(rule):
     ids=str,
 )
 def test_rules_that_lose_something_are_refused(rule, message):
-    with pytest.raises(ValueError, match=f"Conversion: the rule .* is none: .*{message}".replace("{i}", "\\{i\\}")):
+    with pytest.raises(ValueError, match=f"the rule .* is not valid: .*{message}".replace("{i}", "\\{i\\}")):
         st.Conversion([rule])
 
 

@@ -1,11 +1,11 @@
-"""Metadata of leaves: what another rank makes of them, on which devices."""
+"""Descriptions of leaves: what another rank makes of them, on which devices."""
 
 import pytest
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange import leaf_metadata
-from statetree.exchange.leaf_metadata import metadata_of
+from statetree.exchange import description
+from statetree.exchange.description import metadata_of
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.memory import Memory
@@ -23,7 +23,7 @@ def two_devices(monkeypatch):
         taken.append(str(device))
         return Memory(torch.device("cpu"))
 
-    monkeypatch.setattr(leaf_metadata, "Memory", take)
+    monkeypatch.setattr(description, "Memory", take)
     devices = property(lambda columns: [torch.device("cuda", number % 2) for number in range(len(columns.tensors))])
     monkeypatch.setattr(Columns, "devices", devices)
     return taken
