@@ -203,7 +203,8 @@ def _exchanged(folder: Path, other: Path) -> bool:
         return False
     if other.is_symlink():  # what it leads to is to be replaced, and not the link
         return False
-    shutil.copymode(other, folder)
+    with suppress(OSError):  # a file system without modes
+        shutil.copymode(other, folder)
     return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 
