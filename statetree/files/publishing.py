@@ -59,8 +59,7 @@ def _is_part(file: Path) -> bool:
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
-    msg = f"save: cannot write {path}: {what}. {remedy}"
-    raise CheckpointError(msg)
+    raise CheckpointError(f"save: cannot write {path}: {what}. {remedy}")
 
 
 def write_whole(
@@ -170,8 +169,7 @@ def upload_whole(
             names.extend(write(folder))
             there = [name for name in names if (home / name).exists()]
             if there and not overwrite:
-                msg = f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}"
-                raise CheckpointError(msg)
+                raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
