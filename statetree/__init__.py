@@ -123,8 +123,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         if name == "files":
             return import_module("statetree.files")
         if name not in _MODULES:
-            msg = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Two threads that ask for different names would import packages and what these import in different orders, each
         # wait for the other, and one get a `_DeadlockError`. So they take turns. This lock, Python's own, is the only
         # one that no forked child finds held: `os.fork` takes it as well.

@@ -54,11 +54,10 @@ def _group_of(verb: str, steps: Iterable[Step]) -> Group | None:
         group = group_of(verb, options.get("group"), options.get("timeout"))
         groups.setdefault(group.identity, group)
     if len(groups) > 1:
-        msg = (
+        raise ValueError(
             f"{verb}: the steps communicate in different process groups: expected one, got {len(groups)}. Make a chain "
             "for each group, and call one after the other."
         )
-        raise ValueError(msg)
     return next(iter(groups.values()), None)
 
 

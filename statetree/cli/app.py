@@ -30,8 +30,7 @@ def _bytes(text: str) -> int:
     """Read a number of bytes, such as ``500M`` or ``5GiB``."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or not int(found[1]) or (found[3] and not found[2]):
-        msg = f"{text!r} is no size: expected 500M or 5GiB, for example"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"{text!r} is no size: expected 500M or 5GiB, for example")
     return int(found[1]) * int((1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
 
 
@@ -43,8 +42,7 @@ def _dtype(name: str) -> torch.dtype:
 
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or not castable(torch.float32, found):
-        msg = f"{name!r} is no floating-point dtype: expected bfloat16 or float32, for example"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"{name!r} is no floating-point dtype: expected bfloat16 or float32, for example")
     return found
 
 
@@ -52,8 +50,7 @@ def _rule(text: str) -> tuple[str, str]:
     """Read ``OLD=NEW``."""
     old, equals, new = text.partition("=")
     if not equals or not old:
-        msg = f"{text!r} is no rule: expected OLD=NEW, for example 'model.**=**'"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"{text!r} is no rule: expected OLD=NEW, for example 'model.**=**'")
     return old, new
 
 
@@ -288,8 +285,7 @@ def convert(
     if rules_file is not None:
         options["conversion"] = read_rules(rules_file, inverse=inverse)
     elif inverse:
-        msg = "convert: --inverse is for --rules: expected a file of rules, got none."
-        raise click.UsageError(msg)
+        raise click.UsageError("convert: --inverse is for --rules: expected a file of rules, got none.")
     (checkpoint,) = _opened(source, follow_links=follow_links)
     given = ConvertOptions(Choice("convert", patterns, excluded), follow_links=follow_links, **options)
     for note in write(source, checkpoint, destination, given):

@@ -59,8 +59,7 @@ def convert(
     target = format_for(destination)
     holds_values = ".safetensors" not in target.suffixes
     if options.shard_bytes is not None and holds_values:
-        msg = f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out."
-        raise CheckpointError(msg)
+        raise CheckpointError(f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out.")
     values = [entry for entry in chosen if not isinstance(entry.leaf, StoredTensor)]
     if target.title == "torch file":
         dropped = [entry.key for entry in values if isinstance(entry.leaf, StoredObject) or not is_loaded(entry.leaf)]

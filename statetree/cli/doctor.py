@@ -29,8 +29,7 @@ def doctor(name: str, kind: str | None, load: str | None) -> int:
     if kind in ("stager", "copy", "gather"):
         return _conformance(kind, found)
     if kind == "save" and loader is None:
-        msg = "doctor: a save is examined with its load: expected --load package.module:function."
-        raise StateTreeError(msg)
+        raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     return _laws(_round_trip(found, loader) if kind == "save" else found, kind)
 
 

@@ -90,8 +90,7 @@ def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> 
     status = subprocess.run(command, stdout=2, check=False).returncode
     if status != (0 if kill_at < 0 else -signal.SIGKILL):
         what = "success" if kill_at < 0 else f"a save at step {kill_at} or later"
-        msg = f"prove-resume: {script} ended with status {status}: expected {what}."
-        raise StateTreeError(msg)
+        raise StateTreeError(f"prove-resume: {script} ended with status {status}: expected {what}.")
     return dict(map(json.loads, record.read_text().splitlines()))
 
 

@@ -40,8 +40,7 @@ def show_values(path: Path, tree: Any, key: str) -> None:
     if key not in found:
         near = get_close_matches(key, found, 1)
         hint = f"Is it {printable(near[0])}?" if near else "Show the file without --values to see its keys."
-        msg = f"show: {printable(str(path))} has no entry {printable(key)}. {hint}"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"show: {printable(str(path))} has no entry {printable(key)}. {hint}")
     leaf = found[key]
     text = str(leaf.tensor()) if isinstance(leaf, StoredTensor) else repr(leaf)
     sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")

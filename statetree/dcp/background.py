@@ -137,11 +137,10 @@ def _group_like(verb: str, directory: Path, parent: ProcessGroup) -> Any:
         fillers = [new_gloo_group([dist.get_rank()], _MAKING) for _ in range(max(from_all(own, parent)) - own)]
         group = new_gloo_group(dist.get_process_group_ranks(parent), _MAKING)
     except RuntimeError as error:
-        msg = (
+        raise CheckpointError(
             f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, got: "
             f"{str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints are untouched."
-        )
-        raise CheckpointError(msg) from error
+        ) from error
     for filler in fillers:
         dist.destroy_process_group(filler)
     return group

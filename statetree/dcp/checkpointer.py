@@ -289,11 +289,10 @@ class Checkpointer(Schedule):
             TreeMismatch, UnsupportedLeaf: As ``statetree.load``.
         """
         if isinstance(state, Integral):
-            msg = (
+            raise TypeError(
                 f"restore: state must be a template, or None: expected a tree, got the number {state}. For the "
                 f"checkpoint of step {state} pass step={state}."
             )
-            raise TypeError(msg)
         step = None if step is None else as_int(step)
         with self._calling:
             group = self._begin("restore", "restore").group

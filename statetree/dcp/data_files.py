@@ -151,11 +151,10 @@ def _check_covered(key: str, whole: Box, boxes: list[Box]) -> None:
         return
     held, need = sum(box.volume for box in boxes), whole.volume
     what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
-    msg = (
+    raise CheckpointError(
         f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without some "
         "of its ranks, or is damaged. Load another one."
     )
-    raise CheckpointError(msg)
 
 
 def check_entry(entry: FileRange) -> None:

@@ -99,8 +99,7 @@ class FileManifest(NamedTuple):
         nbytes, checksum = self.metadata
         if (len(data), crc32(data)) != (nbytes, checksum):
             what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
-            msg = f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}"
-            raise CheckpointError(msg)
+            raise CheckpointError(f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}")
 
 
 def save_of(save_id: Any) -> str | None:
@@ -121,11 +120,9 @@ def regular_bytes(path: Path, limit: int) -> bytes:
     with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            msg = f"{path.name} is no regular file"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"{path.name} is no regular file")
         if status.st_size > limit:
-            msg = f"{path.name} has {status.st_size} bytes: expected at most {limit}"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"{path.name} has {status.st_size} bytes: expected at most {limit}")
         return file.read(status.st_size)
 
 
@@ -136,17 +133,14 @@ def read_manifest(directory: Path) -> FileManifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        msg = f"{MANIFEST} cannot be opened: {error}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(f"{MANIFEST} cannot be opened: {error}") from error
     line, _, end = data.partition(b"\n")
     if end != f"{crc32(line):08x}\n".encode():
-        msg = f"{MANIFEST} is damaged: its checksum differs"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"{MANIFEST} is damaged: its checksum differs")
     try:
         return _parsed(json.loads(line))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        msg = f"{MANIFEST} is of an unknown version, or hostile ({type(error).__name__})"
-        raise CheckpointError(msg) from None
+        raise CheckpointError(f"{MANIFEST} is of an unknown version, or hostile ({type(error).__name__})") from None
 
 
 def _parsed(table: Any) -> FileManifest:

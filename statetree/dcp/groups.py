@@ -64,11 +64,10 @@ def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
 def check_alive(verb: str, group: ProcessGroup | None) -> None:
     """Raise ``CheckpointError`` if a group was destroyed."""
     if group is not None and not is_alive(group):
-        msg = (
+        raise CheckpointError(
             f"{verb}: the process group was destroyed: expected it to last until the {verb} is done. Wait for what "
             "runs in the background (its future, or Checkpointer.close) before destroy_process_group."
         )
-        raise CheckpointError(msg)
 
 
 def ranks_of(verb: str, group: ProcessGroup | None) -> Group:
@@ -155,5 +154,4 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
         if verb == "load":
             remedy = "The template's tensors may be filled in part. Load another checkpoint."
         what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
-        msg = f"{verb}: the checkpoint {place}: {what}. {remedy}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(f"{verb}: the checkpoint {place}: {what}. {remedy}") from error

@@ -96,11 +96,10 @@ def read_described(directory: Path, *, verify: bool) -> Described:
     except CheckpointError as error:
         if not verify:
             return found
-        msg = (
+        raise CheckpointError(
             f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False "
             "to read it all the same."
-        )
-        raise CheckpointError(msg) from None
+        ) from None
     if manifest.save != found.save:
         _refuse_mixture(directory, f"{METADATA} is of the save {found.save}, {MANIFEST} of {manifest.save}")
     if verify:
@@ -128,8 +127,7 @@ def _listed_tensor(dtype: Any, shape: Any, *boxes: Any) -> StoredEntry:
 def _manifest_of(directory: Path) -> FileManifest:
     manifest = read_manifest(directory)
     if manifest is None:
-        msg = f"it has no {MANIFEST} file, though it was saved with one: it was copied in part"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"it has no {MANIFEST} file, though it was saved with one: it was copied in part")
     return manifest
 
 
@@ -167,11 +165,10 @@ def _parsed(directory: Path, data: bytes) -> Described:
         found = _of(Described, read_pickle(data, _known)[0])
         _check_pieces(directory, found)
     except BadPickle as bad:
-        msg = (
+        raise CheckpointError(
             f"load: the metadata of the checkpoint {directory} cannot be read: {printable(str(bad)[:_MAX_TOLD])}. "
             f"It is damaged, hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
-        )
-        raise CheckpointError(msg) from None
+        ) from None
     return found
 
 

@@ -48,8 +48,7 @@ class Restoration:
                     raise damaged[0] from damaged[0].__cause__
                 if not fallback:
                     remedy = f"the newest older checkpoint that looks whole is of step {older.step}"
-                    msg = f"{error} ({remedy}: pass step={older.step}, or fallback=True.)"
-                    raise CheckpointError(msg) from error
+                    raise CheckpointError(f"{error} ({remedy}: pass step={older.step}, or fallback=True.)") from error
                 self.found = older
             else:
                 if damaged:
@@ -79,12 +78,11 @@ class Restoration:
             return None
         if self._step is None or any(found.step == self._step for found in complete):
             return self._series.find("restore", self._step)
-        msg = (
+        raise CheckpointError(
             f"restore: the checkpoint of step {self._step} in {self._series.directory} was removed while it was read: "
             "expected it to stay. Another process saves there: restore another step, or let it keep more. Tensors of "
             "the template may be filled in part."
         )
-        raise CheckpointError(msg)
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""

@@ -211,11 +211,10 @@ def read_structure(text: Any) -> Structure:
     try:
         table = json.loads(text)
         if table["version"] != VERSION:
-            msg = (
+            raise CheckpointError(
                 f"load: the checkpoint's structure is of version {table['version']}: expected {VERSION}. Load it with "
                 "the version of statetree that saved it, or with torch.distributed.checkpoint."
             )
-            raise CheckpointError(msg)
         found = Structure(
             [_read_container(*row) for row in table["nodes"]], [_read_entry(*row) for row in table["entries"]]
         )

@@ -318,11 +318,10 @@ def _for_manifest(entry: StoredEntry) -> Any:
 
 
 def _refuse_disagreement(key: str) -> NoReturn:
-    msg = (
+    raise CheckpointError(
         f"save: the ranks hold pieces of {key!r} that make up no tensor: expected one dtype and shape, and each "
         "element once. Pass the process_group of all ranks that hold it."
     )
-    raise CheckpointError(msg)
 
 
 def _write_whole(path: pathlib.Path, data: bytes) -> None:

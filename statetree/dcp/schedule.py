@@ -29,13 +29,11 @@ class Schedule:
     def __init__(self, every: int | timedelta | None) -> None:
         is_time = isinstance(every, timedelta)
         if not (every is None or type(every) is int or is_time):
-            msg = f"Checkpointer: every must be a number of steps, a timedelta, or None: got {every!r}."
-            raise TypeError(msg)
+            raise TypeError(f"Checkpointer: every must be a number of steps, a timedelta, or None: got {every!r}.")
         self._steps: int = every if isinstance(every, int) else 0
         self._seconds = every.total_seconds() if isinstance(every, timedelta) else None
         if every is not None and max(self._steps, self._seconds or 0) <= 0:
-            msg = f"Checkpointer: every must be positive, or None: got {every}."
-            raise ValueError(msg)
+            raise ValueError(f"Checkpointer: every must be positive, or None: got {every}.")
         self.signalled: int | None = None
         self._since = time.monotonic()
         self._arrived = 0

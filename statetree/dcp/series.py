@@ -110,11 +110,10 @@ class Series:
             return chosen[-1]
         what = "a checkpoint" if step is None else f"one of step {step}"
         there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
-        msg = (
+        raise CheckpointError(
             f"{verb}: there is no complete checkpoint in {self.directory}: expected {what}, got steps: {there}. Save "
             "one first, or pass the directory that holds them."
         )
-        raise CheckpointError(msg)
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""

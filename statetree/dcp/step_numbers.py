@@ -14,8 +14,7 @@ def check_counts(**counts: int | None) -> None:
     """Raise if one of the numbers of checkpoints to keep cannot be."""
     for name, count in counts.items():
         if count is not None and type(count) is not int:
-            msg = f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}."
-            raise TypeError(msg)
+            raise TypeError(f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}.")
         if count is not None and count < 1:
             msg = f"Checkpointer: {name} must be at least 1, or None: expected a positive number, got {count}."
             raise ValueError(msg)
@@ -32,8 +31,7 @@ def as_int(step: Any) -> int:
 def check_step(verb: str, step: int) -> None:
     """Raise ``ValueError`` for what is no step."""
     if type(step) is not int or step < 0:
-        msg = f"{verb}: step must be a number that is not negative: expected an int, got {step!r}."
-        raise ValueError(msg)
+        raise ValueError(f"{verb}: step must be a number that is not negative: expected an int, got {step!r}.")
 
 
 def as_metric(verb: str, metric: Any) -> float | None:

@@ -88,19 +88,17 @@ class StepWriter:
             try:
                 return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
             except OSError as error:
-                msg = (
+                raise CheckpointError(
                     f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
                     f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
-                )
-                raise CheckpointError(msg) from error
+                ) from error
 
         try:
             return by_first("save", group, publish)
         except StateTreeError:
             raise
         except Exception as error:
-            msg = (
+            raise CheckpointError(
                 f"save: this rank could not be told that the checkpoint of step {step} is complete: "
                 f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
-            )
-            raise CheckpointError(msg) from error
+            ) from error

@@ -76,8 +76,7 @@ class SavedParts(StoredParts):
                 check_sparse_indices(made)
         except (RuntimeError, ValueError) as error:
             what = f"{path or '<root>'} are damaged: {str(error).splitlines()[0][:300]}"
-            msg = f"load: the indices of the leaf at {what}. Load another checkpoint."
-            raise CheckpointError(msg) from None
+            raise CheckpointError(f"load: the indices of the leaf at {what}. Load another checkpoint.") from None
 
     def completed(self, path: Path, leaf: Any) -> Any:
         """Return the leaf, with the context that was saved."""
@@ -97,8 +96,7 @@ def _check_same_pieces(leaf: Any, template: Any) -> None:
     for name in _JAGGED if leaf.layout is torch.jagged else _NESTED:
         found, expected = getattr(leaf, name)(), getattr(template, name)()
         if expected is not None and not torch.equal(found, expected.to(found.device)):
-            msg = f"expected {name.strip('_')} of {expected.tolist()}, got {found.tolist()}"
-            raise ValueError(msg)
+            raise ValueError(f"expected {name.strip('_')} of {expected.tolist()}, got {found.tolist()}")
 
 
 def tensor_name(facts: str) -> str:

@@ -51,8 +51,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
     def __getattr__(name: str) -> Any:
         """Load what a name stands for, and torch with it, when it is first asked for: headers are read without."""
         if name not in _MODULES:
-            msg = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _imp.acquire_lock()  # as in `statetree/__init__`
         try:
             globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -58,8 +58,7 @@ def register_format(checkpoint_format: CheckpointFormat) -> None:
     """
     given: Any = checkpoint_format
     if not isinstance(given, CheckpointFormat):
-        msg = f"register_format: expected a CheckpointFormat, got {given!r}. Derive from CheckpointFormat."
-        raise TypeError(msg)
+        raise TypeError(f"register_format: expected a CheckpointFormat, got {given!r}. Derive from CheckpointFormat.")
     _FORMATS.insert(0, checkpoint_format)
 
 
@@ -170,8 +169,7 @@ def format_for(path: Path) -> CheckpointFormat:
         return next(known for known in _formats() if known.is_directory)
     ends = ", ".join(suffix for known in _FORMATS for suffix in known.suffixes)
     what = f"the suffix {path.suffix!r} stands for no format. Use {ends}, or no suffix for a DCP directory."
-    msg = f"save: cannot write {path}: {what}"
-    raise CheckpointError(msg)
+    raise CheckpointError(f"save: cannot write {path}: {what}")
 
 
 def save(

@@ -317,11 +317,10 @@ def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
 
 
 def _not_admitted(what: str, name: str) -> CheckpointError:
-    msg = (
+    return CheckpointError(
         f"{what}: {name} is no class that load makes. If you trust it: of a directory, name the class with "
         "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
     )
-    return CheckpointError(msg)
 
 
 def _described(leaf: Any) -> str:

@@ -59,8 +59,7 @@ def _is_part(file: Path) -> bool:
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
-    msg = f"save: cannot write {path}: {what}. {remedy}"
-    raise CheckpointError(msg)
+    raise CheckpointError(f"save: cannot write {path}: {what}. {remedy}")
 
 
 def write_whole(
@@ -170,8 +169,7 @@ def upload_whole(
             names.extend(write(folder))
             there = [name for name in names if (home / name).exists()]
             if there and not overwrite:
-                msg = f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}"
-                raise CheckpointError(msg)
+                raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
@@ -203,7 +201,8 @@ def _exchanged(folder: Path, other: Path) -> bool:
         return False
     if other.is_symlink():  # what it leads to is to be replaced, and not the link
         return False
-    shutil.copymode(other, folder)
+    with suppress(OSError):  # a file system without modes
+        shutil.copymode(other, folder)
     return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 

@@ -45,8 +45,7 @@ def is_url(path: Any) -> bool:
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
     """Raise ``CheckpointError`` if a path looks like a URL."""
     if is_url(path):
-        msg = f"{verb}: {os.fspath(path)} is no path: expected a local one, got a URL. {remedy}"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"{verb}: {os.fspath(path)} is no path: expected a local one, got a URL. {remedy}")
 
 
 class RemotePath:
@@ -120,8 +119,7 @@ class RemotePath:
         except OSError:
             raise
         except Exception as error:
-            msg = f"{self} cannot be reached: {type(error).__name__}: {error}"
-            raise OSError(msg) from error
+            raise OSError(f"{self} cannot be reached: {type(error).__name__}: {error}") from error
 
     def _kind(self) -> str:
         try:
@@ -184,8 +182,7 @@ class RemotePath:
         """Return the content of a small file."""
         size = int(self.info()["size"])
         if size > limit:
-            msg = f"{self.name} has {size} bytes: expected at most {limit}"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"{self.name} has {size} bytes: expected at most {limit}")
         return bytes(self._ask(self.system.cat_file, self.path))
 
     def upload(self, file: Path) -> None:

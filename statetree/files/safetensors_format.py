@@ -84,10 +84,9 @@ class SafetensorsFormat(CheckpointFormat):
         tensors = _tensors(tree)
         metadata: dict[Any, Any] = {"format": "pt", **options.metadata}
         if not all(isinstance(text, str) and is_text(text) for item in metadata.items() for text in item):
-            msg = (
+            raise TypeError(
                 f"save: metadata of safetensors must be texts: expected names and values of type str, got {metadata!r}."
             )
-            raise TypeError(msg)
         if options.shard_bytes is None and not name.endswith(INDEX):
             _write(folder / name, tensors, metadata)
             return [name]
@@ -218,11 +217,10 @@ def _write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> Non
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_JSON_BYTES:
-        msg = (
+        raise CheckpointError(
             f"save: the header of {path.name} takes {len(text)} bytes: expected at most {MAX_JSON_BYTES}. Write "
             "several files (shard_bytes), or shorten names (rename)."
         )
-        raise CheckpointError(msg)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:

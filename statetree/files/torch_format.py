@@ -234,8 +234,7 @@ class TorchFormat(CheckpointFormat):
             refused = gist(error)
         if refused:
             what = f"the {_culprit(tree)} holds what torch.load(weights_only=True) refuses: {refused}"
-            msg = f"save: {what}. Leave it out (select), or convert it to plain values."
-            raise CheckpointError(msg)
+            raise CheckpointError(f"save: {what}. Leave it out (select), or convert it to plain values.")
         foreign = _foreign(folder / name)
         if foreign:
             what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"

@@ -49,8 +49,7 @@ def is_text(text: str) -> bool:
 def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:
     """Raise the error for a file that cannot be read. Names in it may be of any length: what is said is cut short."""
     said = what if len(what) <= _LONGEST else f"{what[: _LONGEST // 2]}…{what[-_LONGEST // 2 :]}"
-    msg = f"read: {file}: {said}. {remedy}"
-    raise CheckpointError(msg)
+    raise CheckpointError(f"read: {file}: {said}. {remedy}")
 
 
 def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool = False) -> Path:

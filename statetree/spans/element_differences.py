@@ -33,8 +33,7 @@ class Tolerance(NamedTuple):
         """Raise ``ValueError`` for what is no tolerance."""
         for name, value in self._asdict().items():
             if not value >= 0:
-                msg = f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value}."
-                raise ValueError(msg)
+                raise ValueError(f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value}.")
 
 
 #: Bit for bit.

@@ -49,11 +49,10 @@ def replicate(tensors: Sequence[torch.Tensor], memory: Memory, *, copy: bool = T
     """
     for index, tensor in enumerate(tensors):
         if not _is_plain(tensor):
-            msg = (
+            raise TypeError(
                 f"replicate: tensor {index} ({type(tensor).__qualname__}, {tensor.layout}) is no plain one: expected "
                 "strided tensors that are no wrappers. Take it apart with statetree.leaves.take_apart."
             )
-            raise TypeError(msg)
     columns = Columns(tensors)
     if copy:
         check_memory("replicate", columns, lambda index: Path((index,)))

@@ -162,11 +162,10 @@ class FrozenStorages:
         if same_bytes(found.bytes(source.nbytes), source.cpu()):
             return
         path = captured.spec.paths()[captured.owners[index]]
-        msg = (
+        raise TreeMismatch(
             f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were staged first, "
             "got others. Call thaw() after writing to frozen leaves, or leave them out of frozen."
         )
-        raise TreeMismatch(msg)
 
 
 def _serving(known: dict[int, _KnownStorage], storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:

@@ -311,8 +311,7 @@ class Stager:
 
     def _refuse_nested(self, verb: str) -> None:
         if self._in_own_call():
-            msg = f"{verb}: the stager is staging already: expected one call at a time, got a nested one."
-            raise StagerBusy(msg)
+            raise StagerBusy(f"{verb}: the stager is staging already: expected one call at a time, got a nested one.")
 
     # The lock is held in with statements, and only flags that no interrupt can leave wrong are kept beside it.
     def _begin(self, verb: str) -> None:
@@ -321,8 +320,7 @@ class Stager:
 
     def _refuse_closed(self, verb: str) -> None:
         if self._closed:
-            msg = f"{verb}: the stager is closed: expected an open one. Make a new Stager."
-            raise StagerClosed(msg)
+            raise StagerClosed(f"{verb}: the stager is closed: expected an open one. Make a new Stager.")
 
     def _end(self) -> None:
         self._owner = 0
@@ -353,11 +351,10 @@ class Stager:
                 # Staged trees in reference cycles (DCP leaves some behind) are garbage, but not yet known to be.
                 gc.collect()
         alive = "1 staged tree is" if self.max_snapshots == 1 else f"{self.max_snapshots} staged trees are"
-        msg = (
+        raise StagerBusy(
             f"{verb}: {alive} alive: expected at most max_snapshots={self.max_snapshots} "
             "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
         )
-        raise StagerBusy(msg)
 
     def _idle(self) -> list[Snapshot]:
         """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: drop."""

@@ -57,8 +57,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         from statetree.testing.arguments import needing_hypothesis
 
         if name not in (*__all__, "samples"):
-            msg = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with needing_hypothesis(name):
             module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
         return globals().setdefault(name, getattr(module, name, module))

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 def refuse(name: str, expected: str, given: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise, saying which argument it is, what it may be, and what it is."""
-    msg = f"{name}: expected {expected}, got {given!r}."
-    raise error(msg)
+    raise error(f"{name}: expected {expected}, got {given!r}.")
 
 
 def check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:

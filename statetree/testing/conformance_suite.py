@@ -173,8 +173,7 @@ def _refusing(function: Function) -> Function:
         try:
             return function(*arguments)
         except Exception as error:
-            msg = f"{type(error).__name__}: {error}"
-            raise _Refused(msg) from error
+            raise _Refused(f"{type(error).__name__}: {error}") from error
 
     return called
 

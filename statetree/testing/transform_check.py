@@ -177,8 +177,7 @@ def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str,
         try:
             return transform(tree)
         except Exception as error:
-            msg = f"{type(error).__name__}: {error}"
-            raise _Refusal(msg) from error
+            raise _Refusal(f"{type(error).__name__}: {error}") from error
 
     try:
         law(guarded, functools.partial(run, state))

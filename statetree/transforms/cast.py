@@ -52,8 +52,7 @@ def cast(tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok:
     """
     given: object = dtype
     if not isinstance(given, torch.dtype):
-        msg = f"cast: dtype is no torch.dtype: expected one such as torch.bfloat16, got {given!r}."
-        raise TypeError(msg)
+        raise TypeError(f"cast: dtype is no torch.dtype: expected one such as torch.bfloat16, got {given!r}.")
     leaves, spec = flatten_for("cast", tree)
     mask = [True] * len(leaves)
     if where is not None:

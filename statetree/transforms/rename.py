@@ -73,11 +73,10 @@ class Renaming:
         """
         for source, target in self._rules:
             if {*source.captures} != {*target.captures}:
-                msg = (
+                raise ValueError(
                     f"rename: the rule from {source!r} to {target!r} has no inverse: expected the same captures on "
                     "both sides. Write the inverse by hand."
                 )
-                raise ValueError(msg)
         return Renaming([(target, source) for source, target in self.pairs])
 
     def __call__(self, path: str) -> str | None:
@@ -147,14 +146,12 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
         index, name = found
         rule = rules.pairs[index]
         if name and not item.text and not spec.nodes:
-            msg = (
+            raise TreeMismatch(
                 "rename: a single leaf has no path to change: expected a container, got the rule "
                 f"{rule}. Put the leaf into a dict."
             )
-            raise TreeMismatch(msg)
         if item.text and not name:
-            msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
-            raise TreeMismatch(msg)
+            raise TreeMismatch(f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}.")
         used.add(index)
         names[item.ref] = name
     unused = [pair for index, pair in enumerate(rules.pairs) if index not in used]

@@ -101,11 +101,9 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
         TreeMismatch: If the number of leaves is not that of the structure.
     """
     if isinstance(leaves, TreeSpec):
-        msg = "unflatten: the arguments are swapped: expected (spec, leaves), got (leaves, spec)."
-        raise TypeError(msg)
+        raise TypeError("unflatten: the arguments are swapped: expected (spec, leaves), got (leaves, spec).")
     if not isinstance(cast("Any", spec), TreeSpec):
-        msg = f"unflatten: expected the TreeSpec that flatten returned, got {type(spec).__qualname__}."
-        raise TypeError(msg)
+        raise TypeError(f"unflatten: expected the TreeSpec that flatten returned, got {type(spec).__qualname__}.")
     return spec.unflatten(leaves)
 
 

@@ -64,11 +64,10 @@ def _remaining(kind: Container, keys: list[Any]) -> tuple[Any, ...]:
 def _refuse(verb: str, spec: TreeSpec, node: int, key: Any) -> None:
     cls = spec.nodes[node][0].cls.__qualname__
     path = _path_of(spec, node)
-    msg = (
+    raise TreeMismatch(
         f"{verb}: a {cls} cannot lack a child at {path.child(key)}: expected all or none of the leaves in "
         f"{str(path) or '<root>'}. Select all of them, or use partition, which keeps the structure."
     )
-    raise TreeMismatch(msg)
 
 
 def _path_of(spec: TreeSpec, node: int) -> Path:

@@ -96,11 +96,10 @@ class _Registered(Container):
         entries = result[2] if len(result) > 2 and result[2] is not None else range(len(children))
         keys = tuple(entries)
         if len(keys) != len(children):
-            msg = (
+            raise ValueError(
                 f"flatten: the flatten function of {self.cls.__qualname__} returned {len(children)} children "
                 f"and {len(keys)} entries. Return one entry a child."
             )
-            raise ValueError(msg)
         return children, keys, metadata
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -213,8 +212,7 @@ def register_container(
         ['p.left', 'p.right']
     """
     if not inspect.isclass(cls):
-        msg = f"register_container: expected a class, got {cls!r}."
-        raise TypeError(msg)
+        raise TypeError(f"register_container: expected a class, got {cls!r}.")
     if cls in _BUILTIN or is_atom_type(cls) or issubclass(cls, torch.Tensor):
         what = "a builtin container" if cls in _BUILTIN else "a leaf"
         msg = f"register_container: {cls.__qualname__} is {what}: expected a class of your own. Derive one from it."

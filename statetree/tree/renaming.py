@@ -93,11 +93,10 @@ class TreeBuilder:
             self._refuse_through(self._items[found], item)
 
     def _refuse_through(self, item: _Item, leaf: _Item) -> NoReturn:
-        msg = (
+        raise TreeMismatch(
             f"{self._verb}: a path would go through a leaf: expected a container at {leaf.name!r}, got "
             f"the leaf {_told(leaf)}, above {_told(item)}. Change a rule."
         )
-        raise TreeMismatch(msg)
 
     def tree(self) -> Any:
         """Return the tree."""
@@ -144,11 +143,10 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         other = at.setdefault(name, item)
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
-            msg = (
+            raise TreeMismatch(
                 f"{verb}: two leaves would get one path: expected one for each, got {name!r} for {other.text} and "
                 f"{item.text}. Change a rule, or leave one out with select."
             )
-            raise TreeMismatch(msg)
         if not item.keys:  # the root itself is empty
             continue
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
@@ -252,8 +250,7 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
         return kind.unflatten(aux, tuple(wanted), [values[at] for at in identities])
     got = ", ".join(map(render_key, keys[:8]))
     expected = ", ".join(map(render_key, own[:8]))
-    msg = (
+    raise TreeMismatch(
         f"{verb}: a {kind.cls.__qualname__} cannot have these keys at {str(path) or '<root>'}: expected {expected}, "
         f"got {got}. Rename all of what is in it, or none."
     )
-    raise TreeMismatch(msg)

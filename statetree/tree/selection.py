@@ -79,11 +79,10 @@ def _patterns(verb: str, where: Any) -> list[str | Path] | None:
     if isinstance(where, Sequence) and all(isinstance(pattern, (str, Path)) for pattern in where):
         return list(where)
     if not callable(where):
-        msg = (
+        raise TypeError(
             f"{verb}: where does not say which leaves: expected a glob, a Path, a sequence of them, or a function of "
             f"path and leaf, got {type(where).__qualname__}."
         )
-        raise TypeError(msg)
     return None
 
 

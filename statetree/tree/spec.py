@@ -112,11 +112,10 @@ class TreeSpec:
         """
         values = list(leaves)
         if len(values) != self.num_leaves:
-            msg = (
+            raise TreeMismatch(
                 f"unflatten: the number of leaves does not fit the structure: expected {self.num_leaves}, "
                 f"got {len(values)}. Pass one leaf for each of spec.paths()."
             )
-            raise TreeMismatch(msg)
         return rebuild(self.nodes, values, {})
 
     def children(self) -> list[TreeSpec]:
@@ -177,11 +176,10 @@ class TreeSpec:
         # Not numbers: an attribute with a tensor inside is a child, and one with a number is not.
         spec = optree_structure(self.unflatten(map(_Placeholder, range(self.num_leaves))))
         if spec.num_leaves != self.num_leaves:
-            msg = (
+            raise ValueError(
                 f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "
                 "out of the attributes of builtin containers, and what is no function out of their default factories."
             )
-            raise ValueError(msg)
         return spec
 
     @classmethod
@@ -203,11 +201,10 @@ class TreeSpec:
                 msg = f"from_optree: {what}: expected the same leaves. Make the structure with none_is_leaf=True."
                 raise ValueError(msg)
             if leaf.index != index:
-                msg = (
+                raise ValueError(
                     "from_optree: the leaves come in another order: expected mappings in the order of insertion. Make "
                     'the structure within optree.dict_insertion_ordered(True, namespace="statetree").'
                 )
-                raise ValueError(msg)
         return cls(tuple(nodes), len(leaves))
 
     def links(self) -> list[Sequence[int]]:

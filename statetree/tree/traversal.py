@@ -106,10 +106,9 @@ def loaded(nodes: Iterable[tuple[Any, ...]]) -> tuple[Node, ...]:
     for cls, *rest in nodes:
         container = container_of(cls)
         if container is None:
-            msg = (
+            raise ValueError(
                 f"cannot load a structure: expected {cls.__qualname__} to be a container. Register it as it was saved."
             )
-            raise ValueError(msg)
         found.append((container, *rest))
     return tuple(found)
 

@@ -330,7 +330,7 @@ def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
 @pytest.mark.parametrize("bucket", [1, 4, 17, 64, 1000])
 @pytest.mark.parametrize("to", NAMES)
 def test_the_size_of_buckets_does_not_matter(bucket, to, places, statetree, monkeypatch):
-    for module in ("stored", "ranges"):
+    for module in ("strided_reading", "ranges"):
         monkeypatch.setattr(f"statetree.files.{module}.BUCKET_BYTES", bucket)
     state = {"w": bits(5, 3, 2), "t": bits(4, 6).t(), "b": bits(7, dtype=torch.bool), "s": torch.tensor(3.0)}
     source = write({key: tensor.contiguous() for key, tensor in state.items()}, places[0] / "a")

@@ -345,7 +345,7 @@ def test_statistics_of_elements(name, tmp_path, statetree):
 
 
 def test_statistics_of_many_buckets_are_those_of_the_whole(tmp_path, statetree, monkeypatch):
-    monkeypatch.setattr("statetree.files.stored.BUCKET_BYTES", 64)
+    monkeypatch.setattr("statetree.files.strided_reading.BUCKET_BYTES", 64)
     values = (torch.arange(1000, dtype=torch.float64) * 37 % 101).view(10, 100) + 1e6
     path = write({"w": values}, tmp_path / "a.pt")
     (entry,) = by_key(statetree("show", "--json", "--stats", path)).values()

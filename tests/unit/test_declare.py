@@ -107,7 +107,8 @@ def test_long_phases_of_verbs_on_one_process_are_spans(tmp_path):
         st.load(tmp_path / "state.pt", state)
     spans = [event.name.removeprefix("statetree.") for event in profile.events() if "statetree." in event.name]
     assert spans == [
-        *("offload.describe", "offload.move", "copy_into.plan", "copy_into.move", "offload.move"),
+        *("offload.describe", "offload.move", "copy_into.plan", "copy_into.move"),
+        *("offload.describe", "offload.move"),
         *("stage.describe", "stage.move", "save.write"),
         *("load.plan", "load.describe", "load.allocate", "load.read"),
     ]

@@ -300,11 +300,10 @@ def _origin_of(value: Any, region: AxisRegion, sizes: Sequence[int]) -> tuple[An
             inner = part.region
             dims, steps = ([column[axis] for axis in order] for column in (inner.dims, inner.steps))
             return part.leaf, part.leaf_type, inner._replace(dims=tuple(dims), steps=tuple(steps))
-    msg = (
+    raise UnsupportedLeaf(
         "the leaf at %PATH% was converted before: expected the blocks that it was made of, where they were, got "
         "others. Gather or reshard it first."
     )
-    raise UnsupportedLeaf(msg)
 
 
 def _is_spread(value: Any) -> bool:

@@ -249,11 +249,10 @@ def _rule(given: Any) -> Rule:
     ]
     is_named = len(sides) == 2 and all(side and all(isinstance(name, str) for name in side) for side in sides)
     if not is_named or len(parts) > 3 or not all(isinstance(part, (str, type(None))) for part in parts[2:]):
-        msg = (
+        raise TypeError(
             "Conversion: a rule is not valid: expected (left, right) or (left, right, pattern), paths or lists of "
             f"paths and a text, got {reprlib.repr(given)}."
         )
-        raise TypeError(msg)
     return Rule(sides[0], sides[1], parts[2] if len(parts) == 3 else None)
 
 

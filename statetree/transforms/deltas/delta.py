@@ -329,11 +329,10 @@ def apply_delta(delta: Delta, tree: T) -> T:
     """
     verb, given = "apply_delta", cast("object", delta)
     if not isinstance(given, Delta):
-        msg = (
+        raise TypeError(
             f"apply_delta: the first argument is no delta: expected a Delta, got a {type(given).__qualname__}. Pass "
             "the delta first, and then the tree."
         )
-        raise TypeError(msg)
     state = StateParts(verb, tree, own_ranks())
     leaf_of = delta.found_in(state)
     writes: dict[Any, Callable[[], None]] = {}

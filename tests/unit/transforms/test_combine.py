@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import statetree as st
-from statetree.files import ranges, stored
+from statetree.files import ranges, strided_reading
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
 
@@ -157,7 +157,7 @@ def test_stored_leaves_are_combined_when_they_are_read(name, tmp_path, monkeypat
     found = st.combine(fn, *(st.files.open(tmp_path / folder / name) for folder in "ab"))
     assert calls == [1, 1]  # to see the dtypes
     assert [str(leaf)[:6] for leaf in st.flatten(found)[0]] == ["Stored"] * 3
-    for module in (ranges, stored):
+    for module in (ranges, strided_reading):
         monkeypatch.setattr(module, "BUCKET_BYTES", 12)
     calls.clear()
     st.save(found, tmp_path / "c.safetensors")
