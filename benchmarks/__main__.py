@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import plots, readme, report
 from benchmarks.catalogue import GROUPS, ROWS, measured
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scale = options.scale or (QUICK_SCALE if options.quick else 1.0)
     budget = QUICK if options.quick else FULL
     budget = replace(budget, attempts=options.attempts or budget.attempts)
-    path = options.json or (LATEST if complete else None)
+    path = options.json or (LATEST if complete or options.record else None)
 
     about = {
         "format": report.FORMAT,
@@ -60,13 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{report.summary(results, scale)}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        about |= {"load_after": load(), "rows": report.as_json(results)}
+        rows = report.as_json(results)
+        about |= {"load_after": load(), "rows": rows}
+        if options.record:
+            about = _renewed(json.loads(path.read_text()), rows, about["date"])
         path.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         print(f"Written to {path}.")
     if path == LATEST:
         plots.write(about)
         readme.write(about)
         print(f"Drawn in {plots.PICTURES}, and put into {readme.README}.")
+
+
+def _renewed(recorded: dict[str, Any], rows: list[dict[str, Any]], date: str) -> dict[str, Any]:
+    """Return a recorded run with other rows of some groups, which say when they were measured."""
+    groups = {row["group"] for row in rows}
+    kept = [row for row in recorded["rows"] if row["group"] not in groups]
+    together = [*kept, *({**row, "date": date} for row in rows)]
+    return {**recorded, "rows": sorted(together, key=lambda row: GROUPS.index(row["group"]))}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where the JSON goes. A complete run writes benchmarks/results/latest.json, others none",
     )
+    parser.add_argument("--record", action="store_true", help="put the rows of --only into the recorded run")
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, three runs each")
     parser.add_argument(
         "--attempts", type=int, metavar="N", help="measure a row that other processes disturb again, up to N times"

@@ -51,7 +51,8 @@ def figures(results: dict[str, Any]) -> str:
 
 def _measured(results: dict[str, Any]) -> str:
     machine, torch = results["machine"], results["versions"]["torch"]
-    return f"{results['date'][:10]}, torch {torch}, {machine['cores']} cores ({machine['cpu']})"
+    days = sorted({row.get("date", results["date"])[:10] for row in results["rows"] if row["title"] in LINE})
+    return f"{' and '.join(days)}, torch {torch}, {machine['cores']} cores ({machine['cpu']})"
 
 
 def _replaced(text: str, begin: str, between: str, end: str) -> str:

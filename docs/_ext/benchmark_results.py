@@ -1,6 +1,6 @@
 """The recorded benchmarks as tables, and the machine that they were measured on.
 
-``{benchmark-aims}`` shows the targets, ``{benchmark-results}`` all times, ``{benchmark-profiles}`` what they consist of.
+``{benchmark-aims}`` shows the targets, ``{benchmark-results}`` all times, ``{benchmark-profiles}`` their parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class BenchmarkResults(SphinxDirective):
         made: list[nodes.Node] = [nodes.paragraph(text=measured_on(results))]
         for row in results["rows"]:
             cells = [row_cells(contender) for contender in row["contenders"]]
-            made.append(_table(row["title"], [_HEAD, *cells]))
+            day = f" ({row['date'][:10]})" if "date" in row else ""
+            made.append(_table(f"{row['title']}{day}", [_HEAD, *cells]))
             made += [nodes.paragraph(text=aim_text(aim)) for aim in row["aims"]]
         return made
 

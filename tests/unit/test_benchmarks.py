@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import instructions, memory, plots, readme, rows, rows_gpu
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _renewed, main
 from benchmarks.catalogue import GROUPS, ROWS
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
 from benchmarks.machine import Bystanders
@@ -99,6 +99,12 @@ class TestCommand:
         with pytest.raises(SystemExit, match="2"):
             main(["--only", "nothing"])
         assert "similarity" in capsys.readouterr().err
+
+
+def test_rows_of_a_group_are_renewed_in_the_recorded_run():
+    old, stays = {"group": "delta", "title": "a"}, {"group": "stage", "title": "b"}
+    found = _renewed({"date": "1", "rows": [stays, old]}, [{"group": "delta", "title": "c"}], "2")
+    assert found == {"date": "1", "rows": [stays, {"group": "delta", "title": "c", "date": "2"}]}
 
 
 def test_the_readme_shows_the_recorded_run():

@@ -149,6 +149,7 @@ def test_each_contender_with_a_time_to_reach_has_a_profile():
         "statetree",
         "statetree, prepared",
         "statetree, prepared, in_place",
+        "statetree, verify=False",
     }
 
 
