@@ -70,7 +70,8 @@ def save(state: State) -> list[Contender]:
     def bare() -> Path:
         with here.open("wb", buffering=0) as file:
             for tensor in state.tensors:
-                file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                for part in tensor.reshape(-1).view(torch.uint8).split(BUCKET_BYTES):  # one call writes 2 GiB at most
+                    file.write(memoryview(part.numpy()))
             os.fsync(file.fileno())
         return here
 
