@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import StateTreeError
@@ -91,52 +93,49 @@ def object_ties(
     ``counterparts`` returns what the destination has in the places of parts, by their indices. ``lost`` counts the
     parts that are written after the sources.
     """
-    found, known = ObjectTies({}, [], []), -1
-    while known < len(found.written):  # other parts may lie on what is written, and on nothing else
-        known = len(found.written)
-        found.lost.clear()
-        a = Columns([*sources.tensors, *map(parts.tensors.__getitem__, found.written)])
-        b = Columns([*targets.tensors, *map(found.views.__getitem__, found.written)])
-        _find_ties(found, parts, a, b, counterparts)
-    return found
-
-
-def _find_ties(
-    found: ObjectTies,
-    parts: Columns,
-    sources: Columns,
-    targets: Columns,
-    counterparts: Callable[[], Mapping[int, torch.Tensor]],
-) -> None:
-    """Add the ties of those parts of which none are known."""
-    on_storage: dict[int, list[int]] = {}
+    found, counterparts = ObjectTies({}, [], []), cache(counterparts)
+    of, into, begins = [*sources.tensors], [*targets.tensors], [*sources.pointers]
+    part_reach, reach = extents(parts), [*extents(sources)]
+    on_storage: defaultdict[int, list[int]] = defaultdict(list)
     for index, key in enumerate(sources.storage_keys):
-        on_storage.setdefault(key, []).append(index)
-    part_reach, source_reach = extents(parts), extents(sources)
-    for part, key in enumerate(parts.storage_keys):
-        lost: list[tuple[int, int]] = []
-        for source in on_storage.get(key, ()) if parts.pointers[part] and part not in found.views else ():
-            begin = parts.pointers[part] - sources.pointers[source]
-            if begin >= source_reach[source] or begin + part_reach[part] <= 0:
+        on_storage[key].append(index)
+    over: dict[int, list[int]] = {part: [] for part, pointer in enumerate(parts.pointers) if pointer}
+    looked_at = dict.fromkeys(over, 0)
+
+    def is_tied(part: int) -> bool:
+        """Compare a part with what is written and was not there before."""
+        tensor, known, there = parts.tensors[part], len(over[part]), on_storage[parts.storage_keys[part]]
+        for source in there[looked_at[part] :]:
+            begin, end = parts.pointers[part] - begins[source], begins[source] + reach[source] - parts.pointers[part]
+            if end <= 0 or begin + part_reach[part] <= 0:
                 continue
-            pair = parts.tensors[part], sources.tensors[source]
-            is_inside = begin >= 0 and begin + part_reach[part] <= source_reach[source]
-            view = _view_on(*pair, targets.tensors[source]) if is_inside else None
+            is_inside = begin >= 0 and part_reach[part] <= end
+            view = _view_on(tensor, of[source], into[source]) if is_inside else None
             if view is not None:
                 found.views[part] = view
-                break
-            if shared_elements(Columns(pair)):  # and not in the gaps of each other
-                lost.append((part, source))
-        else:
-            partner = counterparts().get(part) if lost else None
-            if partner is not None and all(
-                lie_alike((parts.tensors[part], partner), (sources.tensors[source], targets.tensors[source]))
-                for _, source in lost
-            ):
-                found.views[part] = partner.detach()
-                found.written.append(part)
-            else:
-                found.lost.extend(lost)
+                return True
+            if shared_elements(Columns((tensor, of[source]))):  # and not in the gaps of each other
+                over[part].append(source)
+        looked_at[part] = len(there)
+        partner = counterparts().get(part) if len(over[part]) > known else None
+        if partner is None or not all(lie_alike((tensor, partner), (of[at], into[at])) for at in over[part]):
+            return False
+        found.views[part] = partner.detach()
+        found.written.append(part)
+        there.append(len(of))
+        of.append(tensor)
+        into.append(found.views[part])
+        begins.append(parts.pointers[part])
+        reach.append(part_reach[part])
+        return True
+
+    count = -1
+    while count < len(found.written):  # other parts may lie on what is written, and on nothing else
+        count = len(found.written)
+        for part in [part for part in over if is_tied(part)]:
+            del over[part]
+    found.lost.extend((part, source) for part, lost in over.items() for source in lost)
+    return found
 
 
 def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:

@@ -265,6 +265,23 @@ def test_what_is_tied_only_to_the_rest_of_an_object_stays_tied():
     refused(boxes[0], apart, "ties at box: a view on the memory of box cannot go into a tensor without such a view")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_chain_of_overlaps_inside_an_object_stays_tied(order):
+    src, flat = ramp(12), torch.zeros(12)
+    states = [
+        {"box": Box(x=[whole[at : at + 3] for at in (2, 4, 6, 8)][::order]), "w": whole[0:3]} for whole in (src, flat)
+    ]
+    result = st.copy_into(*states)
+    flat.neg_()
+    assert [part.tolist() for part in result["box"].x][::order] == [[-at, -at - 1, -at - 2] for at in (2, 4, 6, 8)]
+
+
+def test_what_overlaps_inside_an_object_is_not_taken_apart_by_two_destinations():
+    src, one, other = ramp(10), torch.zeros(10), torch.zeros(10)
+    dst = {"box": Box(x=one[2:6], y=other[5:8]), "v": one[0:3], "w": other[7:9]}
+    refused({"box": Box(x=src[2:6], y=src[5:8]), "v": src[0:3], "w": src[7:9]}, dst, "ties at box")
+
+
 @pytest.mark.parametrize(
     ("held", "copied", "target", "options"),
     [
