@@ -13,8 +13,9 @@ from statetree.files.stored import OutOfRange
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
-from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.spans.overlaps import once, overlaps_itself, shared_elements
 from statetree.torch_internals import is_zero_tensor, quietly
+from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,19 +108,17 @@ def _read_each(verb: str, targets: Sequence[Target]) -> None:
 
 
 def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Fill a tensor that overlaps itself with elements, if those for one place are the same; return whether they are.
-
-    Bytes are written, not elements: some dtypes cannot be put anywhere by an index.
-    """
+    """Fill a tensor that overlaps itself, if its elements for one place are the same, and return whether they are."""
     count = extent_bytes(tensor.shape, tensor.stride(), 1)
     at = torch.arange(count, device=fresh.device).as_strided(tensor.shape, tensor.stride()).flatten()
-    rows = fresh.flatten().view(torch.uint8).view(-1, fresh.itemsize)
+    # Bytes are put in their places, not elements: some dtypes cannot be put anywhere by an index.
     places = torch.empty((count, fresh.itemsize), dtype=torch.uint8, device=fresh.device)
-    places[at] = rows
-    if not torch.equal(places[at], rows):
-        return False
-    tensor.as_strided((count,), (1,)).view(torch.uint8).view(-1, fresh.itemsize)[at] = rows
-    return True
+    places[at] = fresh.flatten().view(torch.uint8).view(-1, fresh.itemsize)
+    copy = places.flatten().view(fresh.dtype).as_strided(tensor.shape, tensor.stride())
+    left = once(tensor, copy) if same_bytes(copy, fresh) else None
+    if left is not None:
+        copy_into(left[1], left[0])  # whatever its bits and device
+    return left is not None
 
 
 def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:

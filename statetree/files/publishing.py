@@ -199,7 +199,8 @@ def _exchanged(folder: Path, other: Path) -> bool:
         exchange = ctypes.CDLL(None).renameat2
     except AttributeError:
         return False
-    if other.is_symlink():  # what it leads to is to be replaced, and not the link
+    # What a link leads to is to be replaced, and not the link; and what may not be written is to stay.
+    if other.is_symlink() or not os.access(other, os.W_OK):
         return False
     with suppress(OSError):  # a file system without modes
         shutil.copymode(other, folder)

@@ -83,6 +83,15 @@ def test_what_overlaps_itself_is_filled_if_the_file_agrees(name, tmp_path):
             st.load(path, other)
 
 
+@pytest.mark.parametrize("bits", [torch._neg_view, torch.conj], ids=["neg", "conj"])
+def test_a_negated_or_conjugated_tensor_that_overlaps_itself_is_filled(bits, tmp_path):
+    windows = torch.tensor([[0, 1, 2], [1, 2, 3]], dtype=torch.complex64) * (1 + 2j)
+    st.save({"a": windows}, tmp_path / "a.pt")
+    target = bits(torch.zeros(4, dtype=torch.complex64).as_strided((2, 3), (1, 1)))
+    st.load(tmp_path / "a.pt", {"a": target}, in_place=True)
+    assert torch.equal(target, windows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", NAMES)
 def test_windows_that_overlap_are_filled_if_the_file_agrees(name, dtype, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -386,6 +387,18 @@ def test_a_directory_is_replaced_in_one_step_where_the_system_can(tmp_path, monk
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o750
     monkeypatch.setattr(publishing, "_exchanged", lambda *_: False)
     save(2)
+
+
+def test_a_directory_that_may_not_be_written_is_not_exchanged(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/new").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, everything may be written
+    assert not publishing._exchanged(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b/new").exists()
+    monkeypatch.undo()
+    assert publishing._exchanged(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b/new").exists()
 
 
 def test_other_formats_can_be_registered(tmp_path):
