@@ -66,6 +66,7 @@ def of_2_gb(scale: float) -> State:
 def save(state: State) -> list[Contender]:
     """Save a state to files that are synchronised. The floor writes the bytes of all tensors into one."""
     here = _folder(state)
+    fresh = partial(_emptied, here)
 
     def bare() -> Path:
         with here.open("wb", buffering=0) as file:
@@ -76,12 +77,10 @@ def save(state: State) -> list[Contender]:
         return here
 
     return [
-        ours(lambda path: _save(state, path), partial(_saved, state), fresh=partial(_emptied, here)),
-        peer("torch's dcp.save", lambda path: _torch_save(state, path), partial(_saved, state),
-             fresh=partial(_emptied, here)),
-        Contender(BARE_WRITE, "floor", lambda _: bare(), lambda path: path.stat().st_size == state.nbytes,
-                  partial(_emptied, here)),
-    ]  # fmt: skip
+        ours(lambda path: _save(state, path), partial(_saved, state), fresh=fresh),
+        peer("torch's dcp.save", lambda path: _torch_save(state, path), partial(_saved, state), fresh=fresh),
+        floor(BARE_WRITE, lambda _: bare(), lambda path: path.stat().st_size == state.nbytes, fresh=fresh),
+    ]
 
 
 def start_to_save(state: State) -> list[Contender]:
@@ -122,34 +121,30 @@ def start_to_mirror(state: State) -> list[Contender]:
     here, step = _folder(state), count()
     plain = st.Checkpointer(here / "plain", keep=1)
 
-    def mirrored() -> st.Checkpointer:
-        return st.Checkpointer(here / "mirrored", keep=1, mirror=f"memory://{uuid.uuid4()}")
+    alive = list[st.Checkpointer]()
 
     def run(checkpointer: st.Checkpointer) -> st.Checkpointer:
         checkpointer.save(next(step), state.tree)
         return checkpointer
 
-    alive = list[st.Checkpointer]()
-
-    def fresh() -> st.Checkpointer:
+    def ended() -> None:
         while alive:
             alive.pop().close()
-        alive.append(mirrored())
+
+    def mirrored() -> st.Checkpointer:
+        ended()
+        alive.append(st.Checkpointer(here / "mirrored", keep=1, mirror=f"memory://{uuid.uuid4()}"))
         return alive[0]
 
-    def fresh_plain() -> st.Checkpointer:
-        while alive:
-            alive.pop().close()
+    def without() -> st.Checkpointer:
+        ended()
         return plain
 
     def holds(checkpointer: st.Checkpointer) -> bool:
         return bool(st.similarity(checkpointer.restore(), state.tree))
 
-    weakref.finalize(state, lambda: [one.close() for one in (*alive, plain)])
-    return [
-        ours(run, holds, fresh=fresh),
-        Contender("the same without a mirror", "floor", run, holds, fresh_plain),
-    ]
+    weakref.finalize(state, ended)
+    return [ours(run, holds, fresh=mirrored), floor("the same without a mirror", run, holds, fresh=without)]
 
 
 def load(state: State) -> list[Contender]:
@@ -160,18 +155,13 @@ def load(state: State) -> list[Contender]:
     def ours_into(into: State, *, verify: bool) -> Callable[[None], object]:
         return lambda _: st.load(here, into.tree, in_place=True, verify=verify)
 
-    def theirs_into(_: None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
-            torch_dcp.load(theirs.tree, checkpoint_id=here, no_dist=True)
-
     def held(into: State) -> dict[str, Any]:
         return {"check": holds_values_of(state, target=into), "fresh": partial(_unfilled, into)}
 
     return [
         ours(ours_into(target, verify=True), **held(target)),
         variant(UNVERIFIED, ours_into(unverified, verify=False), **held(unverified)),
-        peer("torch's dcp.load", theirs_into, **held(theirs)),
+        peer("torch's dcp.load", lambda _: _torch_load(theirs, here), **held(theirs)),
     ]
 
 
@@ -275,6 +265,12 @@ def _torch_save(state: State, path: Path) -> Path:
     return path
 
 
+def _torch_load(state: State, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.load(state.tree, checkpoint_id=path, no_dist=True)
+
+
 def _save(state: State, path: Path) -> Path:
     st.save(state.tree, path)
     return path
@@ -283,9 +279,7 @@ def _save(state: State, path: Path) -> Path:
 def _saved(state: State, path: Path) -> bool:
     """Whether torch loads what was saved."""
     loaded = zeros_like(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_dcp.load(loaded.tree, checkpoint_id=path, no_dist=True)
+    _torch_load(loaded, path)
     return is_copy_of(state)(loaded.tree)
 
 
