@@ -29,4 +29,5 @@ def rank_outcomes(
 def close_ranks() -> None:
     """End the processes that ``run_ranks`` keeps. The next call starts others."""
     with rank_calls._lock:
-        rank_calls.close_kept()
+        while rank_calls._kept:
+            rank_calls._kept.popitem()[1].close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Schedule:
+class Schedule(ABC):
     """Says when to save.
 
     Args:
@@ -40,8 +41,9 @@ class Schedule:
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
 
+    @abstractmethod
     def _group_that_agrees(self) -> ProcessGroup | None:
-        raise NotImplementedError
+        """Return the ranks that agree on what is due."""
 
     def save_on(self, *signals: int) -> None:
         """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.

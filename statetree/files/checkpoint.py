@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,12 +59,12 @@ class OpenedCheckpoint:
         return cell(tree_fragments(self.tree))
 
 
-class StoredParts(StoredObject):
+class StoredParts(StoredObject, ABC):
     """A leaf that a checkpoint holds in parts, which fill those of a leaf like it. Alone, only its name is known."""
 
+    @abstractmethod
     def targets(self, path: key_paths.Path, leaf: Any) -> Sequence[Target]:
         """Return what there is to fill of a leaf. Raises ``TreeMismatch`` if it is not like the saved one."""
-        raise NotImplementedError
 
     def check(self, path: key_paths.Path, leaf: Any) -> None:
         """Raise ``CheckpointError`` if parts say that elements of the leaf lie outside of it."""
@@ -88,7 +89,7 @@ class SaveOptions:
     group: ProcessGroup | None = None
 
 
-class CheckpointFormat:
+class CheckpointFormat(ABC):
     """A format of checkpoints: derive from it, define ``open`` and ``write``, and pass one to ``register_format``.
 
     Attributes:
@@ -107,6 +108,7 @@ class CheckpointFormat:
         """Return whether a path is of this format: by its suffix, or by its first bytes (none for a directory)."""
         return path.name.lower().endswith(self.suffixes) and path.is_dir() == self.is_directory
 
+    @abstractmethod
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
         """Open a checkpoint.
 
@@ -116,14 +118,13 @@ class CheckpointFormat:
             skip_foreign: Whether objects of classes that are not loaded become ``StoredObject``, and are listed. They
                 are refused otherwise.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
         """Write files into an empty folder, and return their names: an index of others comes last.
 
         Of a directory, ``folder`` is the directory itself.
         """
-        raise NotImplementedError
 
 
 def is_entry(container: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import multiprocessing
@@ -16,6 +15,7 @@ import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from multiprocessing import forkserver
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -159,6 +159,8 @@ class RankPool:
 
     def __init__(self, world_size: int, collective_timeout: float) -> None:
         self.is_sound = True
+        # Not atexit: a child of multiprocessing waits for these processes before it. First, for queues end at 10.
+        self._at_exit = Finalize(None, self.close, exitpriority=100)
         # No TemporaryDirectory: a forked child would remove it at its end.
         self._folder = tempfile.mkdtemp(prefix="statetree-ranks-")
         context = multiprocessing.get_context("forkserver")
@@ -184,6 +186,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes, even if they do not end by themselves, and remove what they left."""
+        self._at_exit.cancel()
         until = time.monotonic() + (units(ENDING_UNITS) if self.is_sound else 0.0)
         for rank in self._ranks:
             rank.shutdown(wait=False, cancel_futures=True)
@@ -258,13 +261,6 @@ class RankPool:
         if all(step.value is True for step in steps):
             return outcomes
         return [Outcome(step.rank, "strayed", None, STRAYED + step.report) for step in steps]
-
-
-@atexit.register  # without the lock: a thread that is not waited for may hold it
-def close_kept() -> None:
-    """End the processes that this one keeps."""
-    for key in list(_kept):
-        _kept.pop(key).close()
 
 
 @contextlib.contextmanager

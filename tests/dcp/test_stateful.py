@@ -184,7 +184,7 @@ def resumed_optimizer(directory, world_size):
 
 
 def test_a_fresh_optimizer_is_filled_in_the_layout_of_its_parameters(tmp_path):
-    for directory, worlds in (("same", (2, 2)), ("fewer", (2, 1))):
+    for directory, worlds in (("same", (2, 2)), ("fewer", (2, 1)), ("more", (1, 2))):
         *_, last = [run_ranks(world, resumed_optimizer, tmp_path / directory, world)[0] for world in worlds]
         torch.testing.assert_close(last, whole_run())
 

@@ -568,6 +568,29 @@ def test_processes_that_work_end_with_the_one_that_started_them(number, tmp_path
         assert not list(Path(temporary).glob("statetree-*"))
 
 
+CHILD = """
+import multiprocessing, os, sys
+from statetree.testing import run_ranks
+def child():
+    print(*run_ranks(2, os.getpid), flush=True)
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_a_child_of_multiprocessing_ends(method, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    done = run_python([script, method])
+    pids = list(map(int, done.stdout.split()))
+    assert (done.returncode, len(pids)) == (0, 2), done.stderr
+    assert end_soon(pids)
+
+
 UNGUARDED = """
 import os
 from statetree.testing import run_ranks
@@ -650,7 +673,7 @@ if __name__ == "__main__":
     run_ranks(1, nothing)
     print(pace.units(1) >= pace.LEAST_S)
     first = pace.units(1)
-    rank_calls.close_kept()
+    rank_calls._kept.popitem()[1].close()
     run_ranks(1, nothing)
     print(pace.units(1) == first)
 """
