@@ -119,8 +119,7 @@ def start_to_save(state: State) -> list[Contender]:
 def start_to_mirror(state: State) -> list[Contender]:
     """Save with a mirror, and without: how long the step waits. Uploads have ended before the next save."""
     here, step = _folder(state), count()
-    plain = st.Checkpointer(here / "plain", keep=1)
-
+    plain, mirror = st.Checkpointer(here / "plain", keep=1), f"memory://{uuid.uuid4()}"
     alive = list[st.Checkpointer]()
 
     def run(checkpointer: st.Checkpointer) -> st.Checkpointer:
@@ -133,7 +132,7 @@ def start_to_mirror(state: State) -> list[Contender]:
 
     def mirrored() -> st.Checkpointer:
         ended()
-        alive.append(st.Checkpointer(here / "mirrored", keep=1, mirror=f"memory://{uuid.uuid4()}"))
+        alive.append(st.Checkpointer(here / "mirrored", keep=1, mirror=mirror))
         return alive[0]
 
     def without() -> st.Checkpointer:

@@ -223,7 +223,9 @@ class RankPool:
         try:
             status, pickled, report, is_worn = future.result()
         except BrokenExecutor:
-            self._processes[rank].join(units(STACK_UNITS))  # its exit code may come later than its end
+            # The exit code may come later than the end, and only one thread gets it: the executor's asks for it, too.
+            self._ranks[rank]._executor_manager_thread.join(units(STACK_UNITS))  # type: ignore[attr-defined]
+            self._processes[rank].join(units(STACK_UNITS))
             report = f"Its process ended with exit code {self._processes[rank].exitcode}."
             return Outcome(rank, "died", None, report + ("" if self._stack(rank).exists() else NOT_BEGUN))
         try:
