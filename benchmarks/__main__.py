@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = report.as_json(results)
         about |= {"load_after": load(), "rows": rows}
         if options.record:
-            about = _renewed(json.loads(path.read_text()), rows, about["date"])
+            about = _renewed(json.loads(path.read_text()), rows, date=about["date"], cpu=about["machine"]["cpu"])
         path.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         print(f"Written to {path}.")
     if path == LATEST:
@@ -72,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"Drawn in {plots.PICTURES}, and put into {readme.README}.")
 
 
-def _renewed(recorded: dict[str, Any], rows: list[dict[str, Any]], date: str) -> dict[str, Any]:
-    """Return a recorded run with other rows of some groups, which say when they were measured."""
+def _renewed(recorded: dict[str, Any], rows: list[dict[str, Any]], **measured: str) -> dict[str, Any]:
+    """Return a recorded run with other rows of some groups, which say when and where they were measured."""
     groups = {row["group"] for row in rows}
     kept = [row for row in recorded["rows"] if row["group"] not in groups]
-    together = [*kept, *({**row, "date": date} for row in rows)]
+    together = [*kept, *({**row, **measured} for row in rows)]
     return {**recorded, "rows": sorted(together, key=lambda row: GROUPS.index(row["group"]))}
 
 

@@ -39,8 +39,8 @@ class BenchmarkResults(SphinxDirective):
         made: list[nodes.Node] = [nodes.paragraph(text=measured_on(results))]
         for row in results["rows"]:
             cells = [row_cells(contender) for contender in row["contenders"]]
-            day = f" ({row['date'][:10]})" if "date" in row else ""
-            made.append(_table(f"{row['title']}{day}", [_HEAD, *cells]))
+            measured = ", ".join(text for text in (row.get("date", "")[:10], row.get("cpu")) if text)
+            made.append(_table(f"{row['title']} ({measured})" if measured else row["title"], [_HEAD, *cells]))
             made += [nodes.paragraph(text=aim_text(aim)) for aim in row["aims"]]
         return made
 

@@ -103,8 +103,8 @@ class TestCommand:
 
 def test_rows_of_a_group_are_renewed_in_the_recorded_run():
     old, stays = {"group": "delta", "title": "a"}, {"group": "stage", "title": "b"}
-    found = _renewed({"date": "1", "rows": [stays, old]}, [{"group": "delta", "title": "c"}], "2")
-    assert found == {"date": "1", "rows": [stays, {"group": "delta", "title": "c", "date": "2"}]}
+    found = _renewed({"date": "1", "rows": [stays, old]}, [{"group": "delta", "title": "c"}], date="2", cpu="x")
+    assert found == {"date": "1", "rows": [stays, {"group": "delta", "title": "c", "date": "2", "cpu": "x"}]}
 
 
 def test_the_readme_shows_the_recorded_run():
