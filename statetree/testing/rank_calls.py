@@ -159,8 +159,6 @@ class RankPool:
 
     def __init__(self, world_size: int, collective_timeout: float) -> None:
         self.is_sound = True
-        # Not atexit: a child of multiprocessing waits for these processes before it. First, for queues end at 10.
-        self._at_exit = Finalize(None, self.close, exitpriority=100)
         # No TemporaryDirectory: a forked child would remove it at its end.
         self._folder = tempfile.mkdtemp(prefix="statetree-ranks-")
         context = multiprocessing.get_context("forkserver")
@@ -168,6 +166,8 @@ class RankPool:
         self._ranks = [ProcessPoolExecutor(1, context) for _ in range(world_size)]
         self._joining = [(rank, world_size, self._folder, collective_timeout) for rank in range(world_size)]
         self._processes: list[Any] = []
+        # Not atexit: a child of multiprocessing waits for these processes before it. First, for queues end at 10.
+        self._at_exit = Finalize(None, self.close, exitpriority=100)
 
     @property
     def is_alive(self) -> bool:

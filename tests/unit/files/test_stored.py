@@ -434,3 +434,11 @@ def test_a_stored_tensor_says_what_it_is(tmp_path):
     assert (repr(leaf), leaf.nbytes, leaf.numel, leaf.device.type) == ("StoredTensor(int8, [2, 3])", 6, 6, "cpu")
     assert UnsupportedLeaf
     assert Path
+
+
+def test_a_format_without_its_methods_cannot_be_made():
+    class Unfinished(CheckpointFormat):
+        title = "unfinished file"
+
+    with pytest.raises(TypeError, match=r"abstract methods.*open.*write"):
+        Unfinished()
