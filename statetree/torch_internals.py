@@ -100,6 +100,8 @@ def storages_sent() -> set[int]:
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
 #: Whether a tensor is a wrapper of ``torch.func.functionalize``, whose address is 0.
 is_functional: Final[Any] = torch._is_functional_tensor
+#: Whether a tensor is a wrapper inside a function of ``torch.func`` (``vmap``, ``grad``): it has no storage.
+is_transformed: Final[Any] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether torch's profiler records this thread.
 is_profiling: Final[Any] = torch._C._autograd._profiler_enabled
 #: A storage on an address, a device and a number of bytes: no memory is taken for it, and none freed.

@@ -19,6 +19,7 @@ from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAME
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
 from statetree.files.untrusted import is_text, printable, refuse
+from statetree.spans.layout import holds_memory
 from statetree.tree.mapping import to_flat
 
 if TYPE_CHECKING:
@@ -182,7 +183,9 @@ def _why_not(key: str, leaf: Any) -> str:
         return "a view that repeats its elements, which would be written one by one"
     if outline.dtype not in _NAME_OF:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
-    if hasattr(type(outline), "__tensor_flatten__") or (outline.is_meta and outline is leaf):
+    if hasattr(type(outline), "__tensor_flatten__") or (
+        outline is leaf and (outline.is_meta or not holds_memory(outline))
+    ):
         return "a tensor without elements of its own"
     if _NAME_OF[outline.dtype] == _PACKED and not outline.shape:
         return "two numbers in a byte, which no shape stands for"

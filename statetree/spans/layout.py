@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.torch_internals import COPIED_AS_INTEGERS, is_functional, set_bits, without_elements
+from statetree.torch_internals import COPIED_AS_INTEGERS, is_functional, is_transformed, set_bits, without_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def holds_memory(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor's storage reaches as far as its elements."""
     if tensor.is_meta:
         return True
-    if is_functional(tensor):
+    if is_functional(tensor) or is_transformed(tensor):
         return False
     itemsize = tensor.dtype.itemsize
     reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
@@ -94,13 +94,20 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
-    if columns.whole:
-        return
-    if columns.have_no_address:
-        path = where(next(index for index, tensor in enumerate(columns.tensors) if is_functional(tensor)))
+    try:
+        if columns.whole:
+            return
+        wrapped = columns.have_no_address
+    except (NotImplementedError, RuntimeError):  # no storage to ask
+        wrapped = True
+        if not any(map(is_transformed, columns.tensors)):
+            raise
+    if wrapped:
+        of_function = (is_functional(tensor) or is_transformed(tensor) for tensor in columns.tensors)
+        path = where(next(index for index, flag in enumerate(of_function) if flag))
         msg = (
-            f"{verb}: the leaf at {path or '<root>'} is a tensor of torch.func.functionalize: expected one with memory "
-            f"of its own. Call {verb} outside of the function."
+            f"{verb}: the leaf at {path or '<root>'} is a tensor inside a function of torch.func (vmap, grad, "
+            f"functionalize): expected one with memory of its own. Call {verb} outside of the function."
         )
         raise UnsupportedLeaf(msg, path)
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):

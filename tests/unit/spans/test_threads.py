@@ -111,19 +111,27 @@ def test_autograd_sees_that_memory_was_written():
         st.Stager().stage,
         lambda x: st.copy_into([torch.ones(x[0].shape)], x),
         lambda x: st.delta(x, x),
+        lambda x: st.combine(torch.add, x, x),
         lambda x: st.save({"x": x[0]}, "never.safetensors"),
+        lambda x: st.save({"x": x[0]}, "never.pt"),
     ],
-    ids=["offload", "digest", "stage", "copy_into", "delta", "save"],
+    ids=["offload", "digest", "stage", "copy_into", "delta", "combine", "safetensors", "pt"],
 )
-def test_tensors_without_an_address_are_refused(size, verb, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "inside",
+    [torch.func.functionalize, torch.func.vmap, lambda call: torch.func.grad(lambda x: call(x).sum())],
+    ids=["functionalize", "vmap", "grad"],
+)
+def test_tensors_without_memory_of_their_own_are_refused(size, verb, inside, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def call(x):
-        with pytest.raises((st.UnsupportedLeaf, st.TreeMismatch), match=r"functionalize|expected freed|has no memory"):
+        with pytest.raises(st.StateTreeError, match=r"torch\.func|expected freed|the leaf at|x:"):
             verb([x])
         return x
 
-    torch.func.functionalize(call)(torch.arange(float(size)))
+    inside(call)(torch.arange(float(size)) if inside is not torch.func.vmap else torch.ones(2, size))
+    assert not list(tmp_path.iterdir())
 
 
 def test_copies_end_while_the_interpreter_does():
