@@ -13,6 +13,7 @@ from statetree.cli.rows import plural
 from statetree.cli.rules_file import copy_others
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
+from statetree.files.remote import RemotePath
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import is_loaded
@@ -60,7 +61,13 @@ def convert(
     holds_values = ".safetensors" not in target.suffixes
     if options.shard_bytes is not None and holds_values:
         raise CheckpointError(f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out.")
+    if options.copies_others and any(isinstance(path, RemotePath) for path in (source, destination)):
+        raise CheckpointError(
+            "convert: --copy-others copies local files: got a URL. Leave it out, and copy them yourself."
+        )
     values = [entry for entry in chosen if not isinstance(entry.leaf, StoredTensor)]
+    if options.conversion is not None:
+        values = [entry for entry in values if not options.conversion.ignores(entry.key)]
     if target.title == "torch file":
         dropped = [entry.key for entry in values if isinstance(entry.leaf, StoredObject) or not is_loaded(entry.leaf)]
         why = "torch.load(weights_only=True) refuses some objects"
@@ -83,6 +90,7 @@ def convert(
         tree = rename(tree, options.rules) if options.rules else tree
     except (ValueError, UnsupportedLeaf) as error:  # a rule that cannot be, or that matches nothing
         raise CheckpointError(str(error).replace("Change it, or pass missing_ok=True", "Change --rename")) from None
+    made = entries_of(tree)
     if options.dtype is not None:
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     files, before = checkpoint.files, (checkpoint.files.nbytes_read, bytes_written())
@@ -97,7 +105,7 @@ def convert(
         yield from copy_others(source, destination, follow_links=options.follow_links, force=options.force)
     if dropped:
         yield f"{_listed(dropped, ', ')}: dropped"
-    yield from _notes(checkpoint, kept, target.title)
+    yield from _notes(checkpoint, made, target.title)
 
 
 def _converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
@@ -116,11 +124,11 @@ def _is_floating(leaf: Any) -> bool:
     return is_strided and leaf.dtype.is_floating_point and castable(leaf.dtype, torch.float64)
 
 
-def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[CheckpointEntry], title: str) -> Iterator[str]:
+def _notes(checkpoint: OpenedCheckpoint, made: Sequence[CheckpointEntry], title: str) -> Iterator[str]:
     """Yield what is different in the new checkpoint."""
     if title != "torch file":
-        for group in shared_bytes([entry.leaf for entry in kept]):
-            yield f"{_listed([kept[index].key for index in group], ', ')}: share bytes, and are written once each"
+        for group in shared_bytes([entry.leaf for entry in made]):
+            yield f"{_listed([made[index].key for index in group], ', ')}: share bytes, and are written once each"
     texts = [key for key, text in checkpoint.metadata.items() if (key, text) != ("format", "pt")]
     if texts and title != "safetensors file":
         yield f"{_listed(texts, ', ')}: a text of the header, is not kept"

@@ -39,13 +39,13 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
     if unknown:
         raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got the key {', '.join(unknown)}")
     sizes, ignore = given.get("sizes", {}), given.get("ignore", [])
-    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise _refused(path, "expected whole numbers as sizes")
-    if not isinstance(ignore, list) or not all(isinstance(glob, str) for glob in ignore):
-        raise _refused(path, "expected a list of globs as ignore")
+    if not isinstance(sizes, dict) or not isinstance(ignore, list):
+        raise _refused(path, "expected a table as sizes, and a list of globs as ignore")
+    if not isinstance(given.get("strict", True), bool):
+        raise _refused(path, f"expected true or false as strict, got {given['strict']!r}")
     try:
         rows = [(rule["left"], rule["right"], rule.get("pattern")) for rule in rules]
-        conversion = Conversion(rows, sizes=sizes, ignore=ignore, strict=bool(given.get("strict", True)))
+        conversion = Conversion(rows, sizes=sizes, ignore=ignore, strict=given.get("strict", True))
     except (TypeError, ValueError) as error:
         raise _refused(path, str(error).removeprefix("Conversion: ")) from None
     return conversion.inverse if inverse else conversion
@@ -56,10 +56,10 @@ def _refused(path: Path, what: str) -> CheckpointError:
 
 
 def copy_others(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[str]:
-    """Copy what lies beside a checkpoint and holds no weights: configuration, tokenizer. Yields notes."""
+    """Copy what lies beside a checkpoint, and is neither weights nor hidden: configuration, tokenizer. Yields notes."""
     folder, target = source if source.is_dir() else source.parent, destination.parent
     for file in sorted(folder.iterdir()):
-        if file.name.lower().endswith(_WEIGHTS) or not file.is_file():
+        if file.name.startswith(".") or file.name.lower().endswith(_WEIGHTS) or not file.is_file():
             continue
         place = target / file.name
         if file.is_symlink() and not follow_links:

@@ -14,6 +14,7 @@ from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import is_value
 from statetree.leaves.copying import prepared_copy
+from statetree.leaves.engine_type import LeafPart
 from statetree.leaves.replicas import moved, replicated, with_leaves
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.spans.layout import is_dense
@@ -129,10 +130,11 @@ class FreshDestination(Destination):
     def _make(self) -> None:
         """Make the tensors. Where ranks see ties differently, it is done again once they have told each other."""
         self._canonical = dict(self.source.canonical)
+        made: dict[Any, torch.Tensor] = {}
         for index in self._canonical:
             self.leaves[index] = None  # before memory is taken again
         for index, canonical in self._canonical.items():
-            self.leaves[index] = self._fresh(index, canonical, self._device)
+            self.leaves[index] = self._fresh(index, canonical, self._device, made)
 
     def _bring_others(self, device: Device) -> None:
         rest = [index for index in range(len(self.leaves)) if index not in self.source.chunks]
@@ -158,18 +160,20 @@ class FreshDestination(Destination):
         """Return the leaves whose elements are read in the source, and written in the result."""
         return [*self.source.chunks, *self._brought]
 
-    def _fresh(self, index: int, canonical: int, device: Device) -> Any:
+    def _fresh(self, index: int, canonical: int, device: Device, made: dict[Any, torch.Tensor]) -> Any:
         leaf, chunks = self.source.leaves[index], self.source.chunks[index]
         if index != canonical:
             first = self.leaves[canonical]
             return first if leaf is self.source.leaves[canonical] else as_leaf(first.detach(), leaf)
+        where = chunks.device or None if device is None or chunks.device == "meta" else device
+        if self._whole and isinstance(leaf, LeafPart):
+            return leaf.whole(lambda shape: _empty(shape, (), chunks.dtype, where), made)
         shape: tuple[int, ...] = chunks.shape
         stride: tuple[int, ...] = ()
         if self._whole:
             stride = leaf.stride() if isinstance(leaf, torch.Tensor) else ()
         else:
             shape = self._own_sizes(index)
-        where = chunks.device or None if device is None or chunks.device == "meta" else device
         return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
 
     def _own_sizes(self, index: int) -> tuple[int, ...]:

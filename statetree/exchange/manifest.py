@@ -12,6 +12,7 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
+from statetree.exchange.prepared import preparation_under_way
 from statetree.leaves.builtin import (
     facts,
     holds_tensor,
@@ -132,7 +133,8 @@ class Manifest:
 
     def lift(self, parts: Sequence[Any], recipes: Mapping[Path, Recipe] | None = None) -> Any:
         """Return the tree with others in the places of ``leaves``, divided ones put together by recipes."""
-        return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes)
+        bound = preparation_under_way() is not None
+        return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes, bound=bound)
 
     def leaf_numbers(self, numbers: Mapping[int, int]) -> dict[str, int]:
         """Return a number for each undivided leaf by its name, from those of its parts, in the order of the paths."""

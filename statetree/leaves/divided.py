@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import LeafPart, ListedPart
 from statetree.leaves.location import located_error
+from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import Memory
+from statetree.torch_internals import storage_key
 from statetree.tree.registry import register_container
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
 
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
@@ -62,8 +66,11 @@ class Outline(NamedTuple):
         """Return, for each leaf of the lowered tree, the leaf that it belongs to."""
         return [leaf for leaf in range(self.spec.num_leaves) for _ in range(self.counts.get(leaf, 1))]
 
-    def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe]) -> Any:
-        """Return the tree again, of the leaves of the lowered tree, or others in their places, by recipes for paths."""
+    def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe], *, bound: bool = False) -> Any:
+        """Return the tree again, of the leaves of the lowered tree, or others in their places, by recipes for paths.
+
+        With ``bound``, elements will be written into the parts later, so that leaves may not be copies of them.
+        """
         if not self.counts:
             return self.spec.unflatten(parts)
         paths = self.spec.paths()
@@ -82,11 +89,35 @@ class Outline(NamedTuple):
             try:
                 if key not in made:
                     made[key] = recipe.lift(own)
+                    if bound and made[key] is not recipe.leaf:
+                        _check_bound(made[key], own)
             except Exception as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
             leaves.append(made[key])
         return self.spec.unflatten(leaves)
+
+
+def _check_bound(leaf: Any, parts: Sequence[Any]) -> None:
+    """Raise ``UnsupportedLeaf`` if some elements of a leaf lie elsewhere than in the parts that it was made of."""
+    tensors = [tensor for part in parts for tensor in (part.tensors if isinstance(part, LeafPart) else [part])]
+    inside, held = (
+        {
+            storage_key(part.untyped_storage())
+            for part in unpack("", [value], list, memory=False).parts
+            if _is_here(part)
+        }
+        for value in (leaf, tensors)
+    )
+    if not inside <= held:
+        raise UnsupportedLeaf(
+            f"the leaf at %PATH% ({type(leaf).__qualname__}) is a copy of the parts that it is put together of: "
+            "expected views of them, in which later elements are seen. Do not prepare the call."
+        )
+
+
+def _is_here(part: torch.Tensor) -> bool:
+    return not part.is_meta and part.numel() > 0
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.leaves.leaf_type import LeafType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -50,6 +50,10 @@ class LeafPart(ABC):
         made.tensors = tensors
         made.dtype = tensors[0].dtype if tensors else self.dtype
         return made
+
+    def whole(self, empty: Callable[[tuple[int, ...]], torch.Tensor], made: dict[Any, torch.Tensor]) -> torch.Tensor:  # noqa: ARG002 - for others
+        """Return memory for all of its elements: what ``empty`` makes, or where they lie in something in ``made``."""
+        return empty(self.shape)
 
     @abstractmethod
     def local_chunks(self, ranks: Ranks) -> LocalChunks:

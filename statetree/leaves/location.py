@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import CheckpointError, StateTreeError, UnsupportedLeaf, describe_leaf
+from statetree.errors import CheckpointError, StateTreeError, TreeMismatch, UnsupportedLeaf, describe_leaf
 from statetree.key_paths import Path
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ def located_error(
     inner = getattr(error, "path", None)
     if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
         return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))
+    if isinstance(error, TreeMismatch):  # names all paths itself
+        return TreeMismatch(f"{verb}: {error}", error.differences)
     if isinstance(error, CheckpointError):  # of a leaf whose elements lie in a file
         return CheckpointError(f"{verb}: the leaf at {path or '<root>'} cannot be read: {error}")
     if isinstance(error, UnsupportedLeaf):

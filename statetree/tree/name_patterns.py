@@ -33,7 +33,7 @@ class NamePattern:
                     name, kind = f"_{len(meant)}_{counts[meant]}", "[^.]*" if meant == "*" else ".*"
                 else:
                     name = meant[1:-1]
-                    kind = "0|[1-9][0-9]*" if name in numbers else "[^.]+"
+                    kind = "0|[1-9][0-9]{0,17}" if name in numbers else "[^.]+"
                 inner = f"(?P={name})" if name in seen else f"(?P<{name}>{kind})"
                 seen.add(name)
                 self._parts.append((literal, name))

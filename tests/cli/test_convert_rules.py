@@ -61,7 +61,7 @@ def test_tied_names_that_differ_are_found_when_they_are_read(rules, tmp_path, st
     st.save({"ln": ramp(3), "tied": ramp(3, start=1)}, tmp_path / "a.safetensors")
     ran = statetree("convert", "--rules", rules, "--inverse", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert ran.status == 2
-    assert "the tied names of norm hold different values" in ran.err
+    assert "ln, tied have one name in the result, and hold different values" in ran.err
     assert not (tmp_path / "b.safetensors").exists()
 
 
@@ -96,8 +96,8 @@ def test_what_lies_beside_goes_along(rules, tmp_path, statetree):
         ("[[rules]]\nleft = 'a'\nright = 'b'\npatern = 'a -> a'", "got the key patern"),
         ("rules = [{left = 'a', right = 3}]", "a rule is not valid"),
         ("rules = [{left = 'a', right = 'b', pattern = 'a -> b'}]", "expected the same axes on both sides"),
-        ("rules = []\nsizes = {a = 'b'}", "expected whole numbers as sizes"),
-        ("rules = []\nignore = 3", "expected a list of globs as ignore"),
+        ("rules = []\nsizes = {a = 'b'}", "the size of a must be a whole number, got 'b'"),
+        ("rules = []\nignore = 3", "a list of globs as ignore"),
         ("rules = [", "it cannot be read"),
     ],
 )
@@ -117,3 +117,36 @@ def test_what_the_rules_do_not_take_is_named(rules, tmp_path, statetree):
     assert (ran.status, "there is no such file" in ran.err) == (2, True)
     ran = statetree("convert", "--inverse", tmp_path / "a.safetensors", tmp_path / "b.pt")
     assert (ran.status, "--inverse is for --rules" in ran.err) == (2, True)
+
+
+TIED = 'ignore = ["step"]\n[[rules]]\nleft = "tok"\nright = ["emb", "head"]\n'
+
+
+def test_notes_are_about_what_is_written(tmp_path, statetree):
+    rules = tmp_path / "tied.toml"
+    rules.write_text(TIED)
+    weight = torch.ones(2)
+    st.save({"emb": weight, "head": weight, "step": 3}, tmp_path / "tied.pt")  # a plain value that the rules ignore
+    ran = converted(statetree, "--rules", rules, "--inverse", tmp_path / "tied.pt", tmp_path / "one.safetensors")
+    assert "share bytes" not in ran.err
+    st.save({"tok": weight}, tmp_path / "one.pt")
+    ran = converted(statetree, "--rules", rules, tmp_path / "one.pt", tmp_path / "two.safetensors")
+    assert "note: emb, head: share bytes, and are written once each" in ran.err
+
+
+def test_whether_a_file_is_strict_is_true_or_false(tmp_path, statetree):
+    rules = tmp_path / "odd.toml"
+    rules.write_text('strict = "no"\n' + TIED)
+    st.save({"tok": torch.ones(2)}, tmp_path / "a.pt")
+    ran = statetree("convert", "--rules", rules, tmp_path / "a.pt", tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "expected true or false as strict, got 'no'" in ran.err
+
+
+def test_what_lies_beside_a_url_is_refused_before_anything_is_written(tmp_path, statetree):
+    st.save({"tok": torch.ones(2)}, tmp_path / "a.safetensors")
+    url = f"file://{tmp_path}/a.safetensors"
+    ran = statetree("convert", "--copy-others", url, tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert "--copy-others copies local files: got a URL" in ran.err
+    assert not (tmp_path / "b.safetensors").exists()

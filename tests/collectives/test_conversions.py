@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor, zeros
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor, zeros
 
 import statetree as st
 from statetree.testing import Layout, run_ranks
@@ -335,3 +335,79 @@ def train_and_serve():
 
 def test_a_trainer_and_an_engine_on_ranks_of_their_own():
     run_ranks(4, train_and_serve)
+
+
+FUSED = st.Conversion([(["w1", "w3"], "g", "f m, f m -> (f + f) m")])
+BY_TURNS = st.Conversion([(["w1", "w3"], "g", "f m, f m -> (f (1 + 1)) m")])
+
+
+def gather_again(dst):
+    """Gather, prepared, what changes in between."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for conversion in (FUSED, BY_TURNS):
+        state = {key: distribute_tensor(torch.rand(3, 2), mesh, [Shard(0)]) for key in ("w1", "w3")}
+        with st.prepare(st.gather, {"a": conversion(state), "b": conversion(state)}, dst=dst) as call:
+            for _ in range(2):
+                for leaf in state.values():
+                    leaf.to_local().add_(1)
+                whole = conversion(st.gather(state))["g"]
+                gathered = call()
+                is_here = dst is None or dist.get_rank() == dst
+                found += [torch.equal(leaf["g"], whole) if is_here else leaf["g"].is_meta for leaf in gathered.values()]
+    return found
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+def test_a_prepared_gather_fills_what_is_made_of_blocks(dst):
+    assert run_ranks(2, gather_again, dst) == [[True] * 8] * 2
+
+
+class Scaled:
+    """A third party's tensor, which is a copy of its parts."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+class ScaledType(st.LeafType):
+    def unpack(self, value):
+        return [value.inner], None
+
+    def pack(self, context, parts):
+        return Scaled(parts[0].clone())
+
+
+def prepare_a_copy():
+    st.register_leaf_type(Scaled, ScaledType())
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = Scaled(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x \(Scaled\) is a copy of the parts") as error:
+        st.prepare(st.gather, {"x": leaf})
+    return str(error.value.path), st.gather({"x": leaf})["x"].inner.tolist()
+
+
+def test_what_is_a_copy_of_its_parts_cannot_be_prepared():
+    assert run_ranks(2, prepare_a_copy, fresh=True) == [("x", [1.0] * 4)] * 2
+
+
+def keep_attributes_and_ties():
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]) for _ in range(2)]
+    state = {key: torch.nn.Parameter(leaf) for key, leaf in zip(("w1", "w3"), weights, strict=True)}
+    for leaf in state.values():
+        leaf.note = ["kept"]
+    gathered = st.gather(FUSED(state))["g"]
+    state["w3"].note = ["another"]
+    with pytest.raises(st.TreeMismatch, match="attributes differs at w3"):
+        FUSED(state)
+    with pytest.raises(st.TreeMismatch, match=r"ties at w3: a copy cannot go into the tensor at w1"):
+        FUSED({"w1": weights[0], "w3": weights[0]})
+    partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    with pytest.raises(st.UnsupportedLeaf, match="the leaf at w1 is Partial"):
+        FUSED({"w1": partial, "w3": partial.clone()})
+    return gathered.note, gathered.note is not state["w1"].note, type(gathered) is torch.nn.Parameter
+
+
+def test_converted_shards_keep_attributes_and_refuse_what_whole_tensors_refuse():
+    assert run_ranks(2, keep_attributes_and_ties) == [(["kept"], True, True)] * 2

@@ -16,23 +16,26 @@ from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType, LeafPart
+from statetree.leaves.types.tensor import set_attributes
 from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from statetree.chunks.boxes import Interval
     from statetree.chunks.layouts import ChunkLayout
+    from statetree.leaves.engine_type import LeafContents
 
 
 class AxisPart(LeafPart):
     """A block of a distributed tensor, in its axes: ranks hold the boxes that their chunks have of it.
 
     The block lies at ``region`` in ``leaf``. This rank holds ``boxes`` of it, in tensors that lie elsewhere than in the
-    leaf if ``is_moved``.
+    leaf if ``is_moved``. Where it is made whole, it lies at its place in what is made of it, ``target``, and not by
+    itself: then nothing is left to copy, and what arrives later is in the result, too.
     """
 
-    __slots__ = ("boxes", "is_moved", "leaf", "leaf_type", "region")
+    __slots__ = ("boxes", "is_moved", "leaf", "leaf_type", "region", "target")
     stays_part = True
 
     def __init__(self, leaf: Any, leaf_type: EngineLeafType, region: AxisRegion, sizes: Sequence[int]) -> None:
@@ -54,6 +57,22 @@ class AxisPart(LeafPart):
         self.region = region
         self.leaf, self.leaf_type = leaf, leaf_type
         self.is_moved = False
+        self.target: tuple[ConvertedLeaf, AxisRegion] | None = None
+
+    def whole(self, empty: Callable[[tuple[int, ...]], torch.Tensor], made: dict[Any, torch.Tensor]) -> torch.Tensor:
+        """Return memory for all of its elements, in that of the tensor that it is a block of."""
+        if self.target is None or 0 in self.shape:
+            return empty(self.shape)
+        leaf, region = self.target
+        if id(leaf) not in made:
+            made[id(leaf)] = empty(tuple(leaf.shape))
+        return region.view(made[id(leaf)], self.shape)
+
+    def within(self, leaf: ConvertedLeaf, region: AxisRegion) -> AxisPart:
+        """Return the same part as one of a tensor that is made of it."""
+        made = copy(self)
+        made.target = leaf, region
+        return made
 
     def of(self, tensors: Sequence[torch.Tensor]) -> AxisPart:
         """Return the same part of other tensors."""
@@ -76,7 +95,7 @@ class AxisPart(LeafPart):
 class ConvertedLeaf:
     """A tensor made of blocks of distributed ones (``parts``), each at a region: what moves leaves takes it as one.
 
-    Where it is whole it becomes a parameter, and requires gradients, as is said.
+    Where it is whole it becomes a parameter, requires gradients, and has attributes, as is said.
     """
 
     def __init__(
@@ -87,12 +106,14 @@ class ConvertedLeaf:
         *,
         is_parameter: bool = False,
         requires_grad: bool = False,
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self.shape = torch.Size(shape)
         self.regions = regions
-        self.parts = parts
+        self.parts = [part.within(self, region) for part, region in zip(parts, regions, strict=True)]
         self.is_parameter = is_parameter
         self.requires_grad = requires_grad
+        self.attributes = attributes or {}
 
     def __repr__(self) -> str:
         return f"ConvertedLeaf({str(self.dtype).removeprefix('torch.')}, {list(self.shape)})"
@@ -108,9 +129,9 @@ class ConvertedLeaf:
 
     def of(self, parts: Sequence[Any]) -> Any:
         """Return the same of other parts; of whole ones, a tensor."""
-        made = copy(self)
-        made.parts = parts
         if all(isinstance(part, AxisPart) for part in parts):
+            made = copy(self)
+            made.parts = [part.within(made, region) for part, region in zip(parts, self.regions, strict=True)]
             return made
         blocks = [
             (AxisBlock(tuple(part.shape), AxisRegion.box([0] * part.dim()), region), part)
@@ -124,10 +145,10 @@ class ConvertedLeaf:
 
 def assembled(shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, torch.Tensor]]) -> torch.Tensor:
     """Return a tensor made of blocks of others: a view, or a copy where they do not lie as one would."""
-    first = blocks[0][1]
-    memory = {(storage_key(tensor.untyped_storage()), tensor.is_conj(), tensor.is_neg()) for _, tensor in blocks}
     filled = [(block, tensor) for block, tensor in blocks if 0 not in block.sizes]
-    if len(memory) == 1 and filled:
+    memory = {(storage_key(tensor.untyped_storage()), tensor.is_conj(), tensor.is_neg()) for _, tensor in filled}
+    first = (filled or blocks)[0][1]
+    if len(memory) == 1:
         rows = [(block, int(tensor.storage_offset()), tensor.stride()) for block, tensor in filled]
         view = view_over(shape, rows)
         if view is not None:
@@ -231,6 +252,17 @@ class ConvertedType(EngineLeafType):
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         return context.of(parts)
+
+    def contents(self, value: Any) -> LeafContents:
+        return value.parts, value, value.attributes or None
+
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:
+        made = context.of(parts)
+        if isinstance(made, ConvertedLeaf):
+            made.attributes = attributes or {}
+        else:
+            set_attributes(made, attributes)
+        return made
 
     def elements_only(self, context: Any) -> bool:
         return True

@@ -13,6 +13,7 @@ from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
+from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import as_plain, safely_equal, same_bytes
@@ -103,8 +104,13 @@ class LeafMaker:
         first, *rest = plan.sources
         expected = self._kind(first)
         found = []
+        places = {_place_of(self._leaves[first]): first} if _is_spread(self._leaves[first]) else {}
         for leaf in rest:
             own = self._kind(leaf)
+            if _is_spread(self._leaves[leaf]):  # ties of other tensors are looked at once all is made
+                twin = places.setdefault(_place_of(self._leaves[leaf]), leaf)
+                if twin != leaf:
+                    found.append(Difference(self.path(leaf), "ties", "a copy", f"the tensor at {self.path(twin)}"))
             for name, wanted in expected.items():
                 got = own.get(name, "another kind")
                 if not safely_equal(got, wanted):
@@ -115,7 +121,12 @@ class LeafMaker:
         value = self._leaves[leaf]
         if _is_spread(value):
             cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
-            return {"dtype": value.dtype, "leaf type": f"distributed {cls}", "requires_grad": value.requires_grad}
+            return {
+                "dtype": value.dtype,
+                "leaf type": f"distributed {cls}",
+                "requires_grad": value.requires_grad,
+                "attributes": _users_attributes(value),
+            }
         tensor = value.outline if is_stored(value) else value
         return {
             "dtype": value.dtype,
@@ -176,25 +187,27 @@ class LeafMaker:
         rows = []
         for index, block in plan.blocks:
             try:
-                rows.append((*_origin_of(materialized(self._leaves[index]), block.source, block.sizes), block))
+                leaf, leaf_type, region = _origin_of(materialized(self._leaves[index]), block.source, block.sizes)
+                rows.append((AxisPart(leaf, leaf_type, region, block.sizes), block))
             except UnsupportedLeaf as error:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
                 ) from error
-        leaf, leaf_type, *_ = rows[0]
-        if all(other is leaf for other, *_ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
+        leaf, leaf_type = rows[0][0].leaf, rows[0][0].leaf_type
+        if all(part.leaf is leaf for part, _ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
             dense = torch.empty(shape, device="meta").stride()
-            blocks = [(AxisBlock(block.sizes, region, block.target), 0, dense) for *_, region, block in rows]
+            blocks = [(AxisBlock(block.sizes, part.region, block.target), 0, dense) for part, block in rows]
             if view_over(shape, blocks) == (dense, 0):  # every element is where it was
                 return leaf
         first = self._leaves[plan.sources[0]]
         is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))
         return ConvertedLeaf(
             shape,
-            [block.target for *_, block in rows],
-            [AxisPart(leaf, leaf_type, region, block.sizes) for leaf, leaf_type, region, block in rows],
+            [block.target for _, block in rows],
+            [part for part, _ in rows],
             is_parameter=is_parameter,
             requires_grad=first.requires_grad,
+            attributes=_users_attributes(first),
         )
 
     def _stored(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
@@ -206,7 +219,7 @@ class LeafMaker:
             whole = AxisRegion.box([0] * len(shape))
             blocks = [(0, AxisBlock(shape, whole, whole))]
         unlike = {places[leaf]: twins for leaf, twins in self._unlike(plan).items()}
-        names = ", ".join(plan.names)
+        names = ", ".join(str(self.path(leaf)) for own in (plan.sources, *plan.twins.values()) for leaf in own)
 
         def fill(start: Sequence[int], target: torch.Tensor) -> None:
             box = Box((*start,), (*map(add, start, target.shape),))
@@ -217,7 +230,7 @@ class LeafMaker:
                     others = list(map(torch.empty_like, views))
                     _read(twin, parts, others)
                     if not all(map(same_bytes, views, others)):
-                        msg = f"Conversion: the tied names of {names} hold different values. Leave one out (select)."
+                        msg = f"{names} have one name in the result, and hold different values. Leave one out (select)."
                         raise TreeMismatch(msg)
 
         outline = self._identified(plan, torch.empty(shape, dtype=values[0].dtype, device="meta"))
@@ -314,7 +327,13 @@ def _is_spread(value: Any) -> bool:
 
 def _place_of(value: Any) -> Any:
     parts = unpack("Conversion", [value], list, memory=False).parts
-    return type(value), [_view_key(part) for part in parts]
+    return type(value), tuple([_view_key(part) for part in parts]) or id(value)
+
+
+def _users_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a distributed tensor, without those that classes keep for themselves."""
+    held = value.attributes if isinstance(value, ConvertedLeaf) else attributes_of(value)
+    return {name: kept for name, kept in held.items() if not name.startswith("_") and name not in SHARD_ATTRIBUTES}
 
 
 def _view_key(tensor: torch.Tensor) -> Any:

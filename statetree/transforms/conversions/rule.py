@@ -162,6 +162,9 @@ class Rule:
                 return (), [_told(equation, known) for equation in wrong]
             if unknown := sorted(names - known.keys()):
                 return (), [f"no size of {', '.join(unknown)}, which does not follow from shapes"]
+            along = {axis for slot in self.target for axis in slot.axes}
+            if empty := sorted(axis for axis in along if not known[axis]):
+                return (), [f"{empty[0]}=0, along which there would be no leaf"]
             self._arranged[key] = self._arrange(known)
         return self._arranged[key], ()
 

@@ -55,7 +55,7 @@ class Conversion:
         strict: Whether a leaf that no rule takes is an error. If not, it is left out.
 
     Raises:
-        TypeError: If a rule is none of these.
+        TypeError: If a rule, a size or a glob is none of these.
         ValueError: If a pattern is none, or its sides do not have the same axes.
 
     Example:
@@ -82,6 +82,11 @@ class Conversion:
         self._rules = list(map(_rule, rules))
         self._sizes = dict(sizes or {})
         self._ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        for name, size in self._sizes.items():
+            if type(size) is not int or size < 0:
+                raise TypeError(f"Conversion: the size of {name} must be a whole number, got {size!r}.")
+        if not all(isinstance(glob, str) for glob in self._ignore):
+            raise TypeError(f"Conversion: ignore must be globs of paths, got {ignore!r}.")
         self._strict = strict
 
     @property
@@ -113,7 +118,9 @@ class Conversion:
             A fresh tree.
 
         Aliasing:
-            Leaves whose elements stay as they are are the tree's own, and others are views where a view will do.
+            Leaves whose elements stay as they are are the tree's own, and others are views where a view will do. What
+            is made of several plain tensors is mostly a copy, in which what is written to these later is not seen. What
+            is made of distributed ones is always made of views, so that moving it may be prepared.
 
         Raises:
             TreeMismatch: If a leaf is taken by no rule or by two, something is missing, sizes do not fit, tied names
@@ -167,7 +174,7 @@ class Conversion:
 
     def _way_back(self, name: str) -> tuple[Any, Any]:
         """Return the rule that takes a name of the result on the way back, and which leaf it is then."""
-        if self._ignores(name):
+        if self.ignores(name):
             return "none: it is ignored", None
         hits = [(rule, hit) for rule in self._rules for hit in rule.matches(name, back=True)]
         if len(hits) != 1:
@@ -175,14 +182,15 @@ class Conversion:
         rule, (place, _, match) = hits[0]
         return rule, (place, {name: match[name] for name in rule.shared})
 
-    def _ignores(self, text: str) -> bool:
-        return any(compiled_glob(glob).fullmatch(text) for glob in self._ignore)
+    def ignores(self, path: str) -> bool:
+        """Whether a path is left out."""
+        return any(compiled_glob(glob).fullmatch(path) for glob in self._ignore)
 
     def _instances(self, texts: Sequence[str], wrong: list[Difference]) -> list[_Instance]:
         """Return the leaves that each rule takes together, and add what no rule takes, or two do, to ``wrong``."""
         found: dict[tuple[int, tuple[str | None, ...]], _Instance] = {}
         for index, text in enumerate(texts):
-            if self._ignores(text):
+            if self.ignores(text):
                 continue
             hits = [(number, hit) for number, rule in enumerate(self._rules) for hit in rule.matches(text)]
             if not hits and self._strict:

@@ -302,3 +302,40 @@ def test_bits_and_gradients():
     assert found["a"].is_leaf
     empty = st.Conversion([("x", "a", "f m -> (m f)")])({"x": torch.empty(0, 3)})["a"]
     assert empty.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": {"a": -2}}, "the size of a must be a whole number, got -2"),
+        ({"sizes": {"a": 2.0}}, "the size of a must be a whole number, got 2.0"),
+        ({"ignore": [3]}, r"ignore must be globs of paths, got \[3\]"),
+    ],
+    ids=["negative", "fraction", "glob"],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(TypeError, match=f"Conversion: {message}"):
+        st.Conversion([("x", "y", "(a b) -> (b a)")], **options)
+
+
+def test_what_would_be_no_leaf_at_all_is_refused():
+    conversion = st.Conversion([("moe", "e.{e}.w", "e f -> f")])
+    with pytest.raises(st.TreeMismatch, match="e=0, along which there would be no leaf"):
+        conversion({"moe": torch.empty(0, 3)})
+    with pytest.raises(st.TreeMismatch, match=r"rules do not fit at e\.111"):
+        conversion.inverse({f"e.{'1' * 5000}.w": torch.ones(2)})
+
+
+def test_stored_leaves_of_one_name_that_differ_are_found_when_they_are_read(tmp_path):
+    st.save({"emb": torch.ones(2), "head": torch.zeros(2)}, tmp_path / "a.safetensors")
+    conversion = st.Conversion([("x", ["emb", "head"])]).inverse
+    with pytest.raises(st.TreeMismatch, match="load: emb, head have one name in the result, and hold different values"):
+        st.load(tmp_path / "a.safetensors", through=conversion)
+
+
+def test_an_empty_block_does_not_make_a_copy():
+    whole = ramp(4, 2)
+    state = {"a": whole[:2], "b": whole[2:], "c": torch.empty(0, 2)}
+    made = st.Conversion([(["a", "b", "c"], "x", "f m, g m, h m -> (f + g + h) m")])(state)["x"]
+    assert made.data_ptr() == whole.data_ptr()
+    assert torch.equal(made, whole)
