@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.files.ranges import FileRange
 
+#: Gaps from this size on are left out by a read for each run of elements; a request to a remote file costs more.
+_GAP_BYTES: Final = 8 << 10
 #: Elements are moved as integers of their size, since not every dtype can be copied.
 NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -64,14 +66,17 @@ def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Seq
     _read(file, flat, [stride[dim] for dim in order], offset)
 
 
-def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one behind the other, each once: views that overlap may span as much memory."""
-    step = 1
-    for size, own in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and own != step:
-            return False
-        step *= size
-    return True
+def _gap(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie between the innermost ones that follow each other and the next such; 0 if all do.
+
+    It is negative where elements overlap: views that do may span as much memory as if they did not.
+    """
+    run = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != run:
+            return step - run
+        run *= size
+    return 0
 
 
 def _read(file: FileRange, target: torch.Tensor, stride: Sequence[int], offset: int) -> None:
@@ -83,13 +88,16 @@ def _read(file: FileRange, target: torch.Tensor, stride: Sequence[int], offset: 
             continue
         size, steps = part.dtype.itemsize, stride[len(stride) - part.dim() :]
         span = 1 + sum((count - 1) * step for count, step in zip(part.shape, steps, strict=True))
-        if part.is_contiguous() and _is_row_major(part.shape, steps):
+        gap = _gap(part.shape, steps)
+        # One call costs as much as reading a gap of this size: measured, beside the copy that joined reads need.
+        is_wide = gap * size >= _GAP_BYTES and not file.files.is_remote
+        if part.is_contiguous() and not gap:
             file.fill(memory_view(part), at * size)
-        elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
+        elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES and not is_wide:
             scratch = torch.empty(span, dtype=part.dtype, device="cpu")
             file.fill(memory_view(scratch), at * size)
             part.copy_(scratch.as_strided(part.shape, steps))
-        elif span > 2 * part.numel() and part.dim() > 1:
+        elif (is_wide or span > 2 * part.numel()) and part.dim() > 1:
             pending += [(row, at + index * steps[0]) for index, row in enumerate(part.unbind(0))][::-1]
         elif part.shape[0] == 1:
             pending.append((part[0], at))

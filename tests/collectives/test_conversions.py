@@ -247,13 +247,15 @@ def element_numbers(state):
 def count_bytes():
     state = trainer_state()
     for mine, theirs in ((0, 0), (0, 1), (1, 0)):
-        trainer, like = spread(state, mine), engine_like(theirs)
+        trainer = spread(state, mine)
+        like, narrow = (engine_like(theirs, dtype) for dtype in (torch.float32, torch.bfloat16))
         found, sent = sent_by(lambda trainer=trainer, like=like: st.reshard(CONVERSION(trainer), like))
+        halves = sent_by(lambda trainer=trainer, like=narrow: st.reshard(CONVERSION(trainer), like, cast=True))[1]
         held = set().union(*element_numbers(trainer).values())
         lacking = sum(len(numbers - held) for numbers in element_numbers(found).values())
-        total = torch.tensor([sent, 4 * lacking])
+        total = torch.tensor([sent, 2 * halves, 4 * lacking])
         dist.all_reduce(total)
-        assert total[0] == total[1], (mine, theirs, total.tolist())
+        assert total[0] == total[1] == total[2], (mine, theirs, total.tolist())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -196,8 +196,9 @@ class LeafMaker:
         leaf, leaf_type = rows[0][0].leaf, rows[0][0].leaf_type
         if all(part.leaf is leaf for part, _ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
             dense = torch.empty(shape, device="meta").stride()
-            blocks = [(AxisBlock(block.sizes, part.region, block.target), 0, dense) for part, block in rows]
-            if view_over(shape, blocks) == (dense, 0):  # every element is where it was
+            filled = [(part, block) for part, block in rows if 0 not in block.sizes]
+            blocks = [(AxisBlock(block.sizes, part.region, block.target), 0, dense) for part, block in filled]
+            if not blocks or view_over(shape, blocks) == (dense, 0):  # every element is where it was
                 return leaf
         first = self._leaves[plan.sources[0]]
         is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))

@@ -230,8 +230,10 @@ def test_what_is_read_does_not_write_to_the_file(name, tmp_path):
     assert {file: file.read_bytes() for file in before} == before
 
 
-def test_boxes_of_any_strides_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("gap", [2, 20, 8192])
+def test_boxes_of_any_strides_are_read(gap, tmp_path, monkeypatch):
     monkeypatch.setattr("statetree.files.strided_reading.BUCKET_BYTES", 40)
+    monkeypatch.setattr("statetree.files.strided_reading._GAP_BYTES", gap)
     base = torch.arange(9000, dtype=torch.int16)
     shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
     strides = [(1, 7, 100), (200, 1, 5), (0, 40, 1), (3, 3, 3), (100, 1, 0), (1, 1000, 2)]
@@ -252,6 +254,16 @@ def test_reading_is_joined_up_to_twice_the_bytes_needed(step, most, tmp_path):
     before = files.nbytes_read
     assert torch.equal(stored["w"].read(), torch.arange(40_000)[::step])
     assert (files.nbytes_read - before) / stored["w"].nbytes <= most
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_between_wide_columns_is_not_read(name, tmp_path):
+    values = torch.arange(12.0 * 4096).view(12, 4096)
+    found = opened(write({"w": values}, tmp_path / name))
+    found.tree["w"].read((slice(0, 1), slice(0, 1)))  # where its pieces lie
+    before = found.files.nbytes_read
+    assert torch.equal(found.tree["w"].read((slice(2, 9), slice(1000, 3000))), values[2:9, 1000:3000])
+    assert found.files.nbytes_read - before == 7 * 2000 * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
