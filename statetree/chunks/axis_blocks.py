@@ -163,7 +163,13 @@ class AxisBlock(NamedTuple):
     target: AxisRegion  # and in the other
 
     def simplified(self) -> AxisBlock:
-        """Return the block with as few axes as there can be: without those of one element, neighbours in one."""
+        """Return the block with as few axes as there can be: without those of one element, neighbours in one.
+
+        A block without elements has one axis at the start of both tensors: its own steps may be 0, and tell nothing.
+        """
+        if 0 in self.sizes:
+            regions = [AxisRegion((0,) * len(region.start), (0,), (1,)) for region in (self.source, self.target)]
+            return AxisBlock((0,), *regions)
         axes: list[tuple[int, int, int, int, int]] = []
         for size, *rest in zip(
             self.sizes, self.source.dims, self.source.steps, self.target.dims, self.target.steps, strict=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -48,7 +49,7 @@ class WholeOn:
         return self._known[chunks.shape]
 
 
-class Destination:
+class Destination(ABC):
     """Where the elements of a tree's leaves go.
 
     Attributes:
@@ -67,25 +68,25 @@ class Destination:
         """Return what the ranks compare to make sure that they mean the same leaves, if not all are meant."""
         return []
 
+    @abstractmethod
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move, of tied ones the canonical."""
-        raise NotImplementedError
 
+    @abstractmethod
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves: from where ``sources()`` are, into the layouts of the leaves of ``manifests``."""
-        raise NotImplementedError
 
-    def read_stored(self) -> None:
+    def read_stored(self) -> None:  # noqa: B027 - nothing to do, by default
         """Read what the source has not read yet. By default it has read everything."""
 
-    def write(self) -> None:
+    def write(self) -> None:  # noqa: B027 - nothing to do, by default
         """Write what this rank has itself, once the other elements are there."""
 
     def written_again(self) -> Callable[[], None]:
         """Return what writes, when elements move once more, what was made with its elements the first time."""
         return _nothing
 
-    def check_values(self, source: Manifest) -> None:
+    def check_values(self, source: Manifest) -> None:  # noqa: B027 - nothing to do, by default
         """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did."""
 
     def touched(self) -> Iterable[int]:

@@ -7,6 +7,7 @@ dims of one element, blocks one after the other in a dim, or an axis along the l
 from __future__ import annotations
 
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,10 +97,13 @@ class _Pattern:
         common = [f"{name}{letter}" for letter in "abc"[: draw(st.integers(1, 3))]]
         parts = draw(st.lists(st.sampled_from([(), ("x",), ("y",), ("x", "y")]), min_size=1, max_size=3))
         self._own = [[f"{name}{letter}" for letter in part] for part in parts]
-        self.sizes = {axis: draw(st.integers(1, 3)) for axis in (*common, *sorted({*_flat(self._own)}))}
         along = [draw(st.sampled_from([None, None, *common])) for _ in range(2)]
         if along[0] == along[1]:
             along[0] = None
+        self.sizes = {
+            axis: draw(st.sampled_from([1, 2, 3] if axis in along else [1, 2, 3, 1, 2, 3, 0]))  # there are leaves
+            for axis in (*common, *sorted({*_flat(self._own)}))
+        }
         self._common, self._along = common, along
         sides = [self._side(axis) for axis in along]
         texts = [", ".join(self._text(tensor) for tensor in side) for side in sides]
@@ -129,20 +133,22 @@ class _Pattern:
 
     def _block(self, own: Sequence[str], dtype: torch.dtype, first: int) -> torch.Tensor:
         """Return a block, whose dims are the common axes and its own ones."""
-        return _elements([self.sizes[axis] for axis in (*self._common, *own)], dtype, first)
+        return _elements(self._shape([*self._common, *own]), dtype, first)
 
     def _side(self, along: str | None) -> list[Any]:
         """Draw the tensors of a side: for each its blocks, the dims before theirs, what theirs has, the dims behind."""
         axes = [axis for axis in self._common if axis != along]
         tensors = []
-        is_sum = len(self._own) > 1 and self._draw(st.booleans())
-        for blocks in [range(len(self._own))] if is_sum else [[number] for number in range(len(self._own))]:
+        groups = [[0]]
+        for number in range(1, len(self._own)):
+            groups = [*groups[:-1], [*groups[-1], number]] if self._draw(st.booleans()) else [*groups, [number]]
+        for blocks in groups:
             order = self._draw(st.permutations(axes))
             cuts = sorted(self._draw(st.lists(st.integers(0, len(order)), min_size=2, max_size=2)))
             low = self._draw(st.integers(0, cuts[0]))
             high = self._draw(st.integers(cuts[0], len(order)))
             inside = order[low : cuts[0]], order[cuts[0] : high]
-            tensors.append((list(blocks), self._dims(order[:low]), inside, self._dims(order[high:])))
+            tensors.append((blocks, self._dims(order[:low]), inside, self._dims(order[high:])))
         return tensors
 
     def _dims(self, axes: Sequence[str]) -> list[list[str]]:
@@ -174,9 +180,13 @@ class _Pattern:
             names = [*self._common, *self._own[number]]
             order = [*lead, *_flat(before), *outer, *self._own[number], *inner, *_flat(behind)]
             block = blocks[number].permute([names.index(axis) for axis in order])
-            head = [self.sizes[axis] for axis in (*lead, *_flat(before), *outer)]
-            parts.append(block.reshape(*head, -1, *[self.sizes[axis] for axis in (*inner, *_flat(behind))]))
+            sizes = (*lead, *_flat(before), *outer), self._own[number], (*inner, *_flat(behind))
+            shape = [self._shape(axes) for axes in sizes]
+            parts.append(block.reshape(*shape[0], prod(shape[1]), *shape[2]))
         whole = torch.cat(parts, dim=len(lead) + len(_flat(before)) + len(outer))
-        width = [int(torch.Size([self.sizes[axis] for axis in dim]).numel()) for dim in (*before, *behind)]
-        lead_sizes = [self.sizes[axis] for axis in lead]
-        return whole.reshape(*lead_sizes, *width[: len(before)], -1, *width[len(before) :])
+        width = sum(prod(self._shape(self._own[number])) for number in numbers) * prod(self._shape([*outer, *inner]))
+        around = [[prod(self._shape(dim)) for dim in dims] for dims in (before, behind)]
+        return whole.reshape(*self._shape(lead), *around[0], width, *around[1])
+
+    def _shape(self, axes: Sequence[str]) -> list[int]:
+        return [self.sizes[axis] for axis in axes]

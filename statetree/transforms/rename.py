@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Renaming:
-    """Rules by which paths get other names, for ``rename``: a conversion of names alone.
+    """Rules by which paths get other names, for ``rename``.
 
     A rule is a pair of patterns. The first is matched against the whole rendered path of a leaf: ``{name}`` captures
     one or more characters within one component, and the same again where it stands a second time; ``*`` captures within

@@ -413,3 +413,27 @@ def keep_attributes_and_ties():
 
 def test_converted_shards_keep_attributes_and_refuse_what_whole_tensors_refuse():
     assert run_ranks(2, keep_attributes_and_ties) == [(["kept"], True, True)] * 2
+
+
+def convert_empty():
+    mesh = init_device_mesh("cpu", (2,))
+    for rule, shapes in (
+        ((["x", "y"], "w", "m f, n f -> (m + n) f"), {"x": (3, 2), "y": (0, 2)}),
+        (("e.{b}", "x.{a}", "(a c) -> (b c)"), {"e.0": (0,), "e.1": (0,), "e.2": (0,)}),
+        ((["x", "y"], "w", "(c d) b, b c -> (b (d + 1) c)"), {"x": (0, 3), "y": (3, 0)}),
+    ):
+        conversion = st.Conversion([rule], sizes={"a": 2, "b": 3, "c": 0, "d": 3, "m": 3, "n": 0})
+        whole = {key: torch.rand(shape) for key, shape in shapes.items()}
+        state = {key: distribute_tensor(leaf, mesh, [Shard(0)]) for key, leaf in whole.items()}
+        converted, expected = conversion(state), conversion(whole)
+        again = conversion.inverse(converted)
+        assert all(again[key] is leaf for key, leaf in state.items() if leaf.numel())
+        like = {key: distribute_tensor(leaf, mesh, [Shard(0)]) for key, leaf in expected.items()}
+        for found, wanted in ((st.gather(converted), expected), (st.gather(again), whole)):
+            assert {key: leaf.shape for key, leaf in found.items()} == {key: w.shape for key, w in wanted.items()}
+            check_holds(found, wanted)
+        check_holds(st.reshard(converted, like), expected)
+
+
+def test_blocks_without_elements_are_converted():
+    run_ranks(2, convert_empty)

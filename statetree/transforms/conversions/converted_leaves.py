@@ -107,7 +107,8 @@ class LeafMaker:
         places = {_place_of(self._leaves[first]): first} if _is_spread(self._leaves[first]) else {}
         for leaf in rest:
             own = self._kind(leaf)
-            if _is_spread(self._leaves[leaf]):  # ties of other tensors are looked at once all is made
+            # Ties of other tensors are looked at once all is made. What has no elements shares none.
+            if _is_spread(self._leaves[leaf]) and 0 not in self._leaves[leaf].shape:
                 twin = places.setdefault(_place_of(self._leaves[leaf]), leaf)
                 if twin != leaf:
                     found.append(Difference(self.path(leaf), "ties", "a copy", f"the tensor at {self.path(twin)}"))
@@ -193,10 +194,11 @@ class LeafMaker:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
                 ) from error
-        leaf, leaf_type = rows[0][0].leaf, rows[0][0].leaf_type
-        if all(part.leaf is leaf for part, _ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
+        filled = [(part, block) for part, block in rows if 0 not in block.sizes]
+        origin = (filled or rows)[0][0]
+        leaf = origin.leaf
+        if all(part.leaf is leaf for part, _ in filled) and tuple(origin.leaf_type.global_shape(leaf)[0]) == shape:
             dense = torch.empty(shape, device="meta").stride()
-            filled = [(part, block) for part, block in rows if 0 not in block.sizes]
             blocks = [(AxisBlock(block.sizes, part.region, block.target), 0, dense) for part, block in filled]
             if not blocks or view_over(shape, blocks) == (dense, 0):  # every element is where it was
                 return leaf
@@ -328,7 +330,7 @@ def _is_spread(value: Any) -> bool:
 
 def _place_of(value: Any) -> Any:
     parts = unpack("Conversion", [value], list, memory=False).parts
-    return type(value), tuple([_view_key(part) for part in parts]) or id(value)
+    return type(value), tuple([_view_key(part) for part in parts if part.numel()]) or id(value)
 
 
 def _users_attributes(value: Any) -> dict[str, Any]:
