@@ -423,7 +423,7 @@ def convert_empty():
         ((["x", "y"], "w", "(c d) b, b c -> (b (d + 1) c)"), {"x": (0, 3), "y": (3, 0)}),
     ):
         conversion = st.Conversion([rule], sizes={"a": 2, "b": 3, "c": 0, "d": 3, "m": 3, "n": 0})
-        whole = {key: torch.rand(shape) for key, shape in shapes.items()}
+        whole = {key: torch.arange(float(torch.Size(shape).numel())).view(shape) for key, shape in shapes.items()}
         state = {key: distribute_tensor(leaf, mesh, [Shard(0)]) for key, leaf in whole.items()}
         converted, expected = conversion(state), conversion(whole)
         again = conversion.inverse(converted)
