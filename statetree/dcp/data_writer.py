@@ -158,7 +158,7 @@ class PieceSource:
             if self._archive is None:
                 file = io.BytesIO()
                 torch.save(data.cpu().clone(memory_format=torch.contiguous_format).view(dtype), file)
-                data = file.getbuffer()
+                data = bytearray(file.getbuffer())  # see _pickled in saving.py
         self._data: torch.Tensor = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
         self._in_place = self._data.device.type == "cpu" and self._data.is_contiguous()
         self.length = self._archive.length if self._archive else self._data.nbytes  # how many bytes are written

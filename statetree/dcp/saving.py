@@ -70,7 +70,7 @@ def _comes_back(value: Any) -> bool:
     return cls in _COMING_BACK or is_array_of_numbers(value)
 
 
-def _pickled(value: Any, path: Path) -> memoryview:
+def _pickled(value: Any, path: Path) -> bytearray:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
@@ -80,7 +80,8 @@ def _pickled(value: Any, path: Path) -> memoryview:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return file.getbuffer()
+    # Copied: until 3.12.3, garbage collection crashes where a cycle (of an error's frames) holds a view of a BytesIO.
+    return bytearray(file.getbuffer())
 
 
 def _unmade(spec: TreeSpec, structure: Structure) -> Iterator[str]:

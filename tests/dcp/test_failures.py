@@ -46,6 +46,21 @@ def test_a_full_disk_is_told(small_disk):
         statetree.load(small_disk / "a")
 
 
+def test_what_an_error_holds_can_be_collected(tmp_path, monkeypatch):
+    """Until Python 3.12.3, garbage collection crashes where a cycle of an error's frames holds a view of a BytesIO."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "it is gone")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    with pytest.raises(statetree.CheckpointError, match="it is gone") as caught:
+        statetree.save({"w": torch.zeros(3), "step": 3, "quantized": quantized}, tmp_path / "a")
+    views = [value for value in gc.get_objects() if isinstance(value, memoryview)]
+    assert [view for view in views if "BytesIO" in type(view.obj).__name__] == []
+    assert caught.tb is not None
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(small_disk):
     with dcp.Checkpointer(small_disk) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(10_000)})
