@@ -19,6 +19,7 @@ from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, chec
 from statetree.errors import CheckpointError
 from statetree.files.crc32 import crc32
 from statetree.files.ranges import OpenFiles
+from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.spans.bits import same_bytes
@@ -146,11 +147,15 @@ def _files_of(base: Path) -> Mapping[str, ManifestFile]:
 class PieceSource:
     """A plain strided tensor, or the bytes of a plain value, to be written, or compared with what was written.
 
-    Contiguous tensors on the CPU are written from their memory. Others are copied, a bucket at a time.
+    Contiguous tensors on the CPU are written from their memory. Others are copied, and stored ones read, a bucket at a
+    time.
     """
 
     def __init__(self, data: Any) -> None:
         self._archive = None
+        if isinstance(data, StoredTensor):
+            self._archive = archive_of(data.dtype, data.shape)
+            data = data if self._archive else data.tensor()
         if isinstance(data, torch.Tensor):
             data, dtype = resolved(data.detach()), data.dtype
             self._archive = archive_of(dtype, data.shape)
@@ -159,8 +164,10 @@ class PieceSource:
                 file = io.BytesIO()
                 torch.save(data.cpu().clone(memory_format=torch.contiguous_format).view(dtype), file)
                 data = bytearray(file.getbuffer())  # see _pickled in saving.py
-        self._data: torch.Tensor = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
-        self._in_place = self._data.device.type == "cpu" and self._data.is_contiguous()
+        self._data: torch.Tensor | StoredTensor
+        self._data = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
+        is_here = isinstance(self._data, torch.Tensor) and self._data.device.type == "cpu"
+        self._in_place = is_here and self._data.is_contiguous()
         self.length = self._archive.length if self._archive else self._data.nbytes  # how many bytes are written
 
     def write(self, handle: int, at: int) -> int:
@@ -194,11 +201,13 @@ class PieceSource:
 
     def _blocks(self) -> Iterator[torch.Tensor]:
         """Yield the bytes of the memory."""
+        data: Any = self._data
         if self._in_place:
-            yield from _memory_of(self._data).split(_BLOCK_BYTES)
+            yield from _memory_of(data).split(_BLOCK_BYTES)
             return
-        for box in in_buckets(self._data.shape, self._data.itemsize):
-            yield _memory_of(self._data[(*map(slice, box.start, box.stop),)].cpu().contiguous())
+        for box in in_buckets(data.shape, data.dtype.itemsize):
+            index = (*map(slice, box.start, box.stop),)
+            yield _memory_of(data.read(index) if isinstance(data, StoredTensor) else data[index].cpu().contiguous())
 
 
 def _memory_of(dense: torch.Tensor) -> torch.Tensor:

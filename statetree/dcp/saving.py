@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
+from statetree.chunks.local import LocalChunks
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.local import LocalChunks
+    from statetree.files.stored import StoredTensor
     from statetree.tree.spec import TreeSpec
 
 _StorageInfo: Final[Any] = filesystem._StorageInfo  # noqa: SLF001 - tried with torch 2.11.0 and 2.13.0
@@ -200,13 +201,15 @@ class StateSave:
         if why:
             self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
 
-    def _add_tensor(self, key: str, tensor: torch.Tensor | LocalChunks, dcp_path: tuple[str | int, ...]) -> None:
+    def _add_tensor(
+        self, key: str, tensor: torch.Tensor | StoredTensor | LocalChunks, dcp_path: tuple[str | int, ...]
+    ) -> None:
         shape = tuple(tensor.shape)
         self._told.dcp_paths[key] = dcp_path
         self._told.tensors[key] = (tensor.dtype, shape)
         boxes: Sequence[Box] = [whole_box(shape)]
-        pieces: Sequence[torch.Tensor]
-        if isinstance(tensor, torch.Tensor):
+        pieces: Sequence[torch.Tensor | StoredTensor]
+        if not isinstance(tensor, LocalChunks):
             pieces = [tensor]
         elif 0 in shape:  # no rank holds elements, but DCP is to know of it
             pieces = [torch.empty(shape, dtype=tensor.dtype, device="cpu")]

@@ -19,7 +19,7 @@ from statetree.files.checkpoint import is_entry
 from statetree.files.filling import check_elements, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path, render_key
-from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, materialized
+from statetree.leaves.builtin import facts, is_distributed, is_plain, is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.parts import Unpacked, unpack
@@ -64,7 +64,7 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
     """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
-    outer = [joined(materialized(leaf)) for leaf in outer]
+    outer = [leaf if _is_made_later(leaf) else joined(materialized(leaf)) for leaf in outer]
     lowered = lower(verb, outer, outer_spec, flatten, wanted=is_made_of_tensors)
     keys, paths = lowered.spec.flat_keys(), _dcp_paths(lowered.spec)
     if STRUCTURE_KEY in keys:
@@ -75,6 +75,11 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
         if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
             paths[index] = (key,)
     return lowered.spec, list(map(StateEntry, lowered.spec.paths(), keys, lowered.leaves, paths))
+
+
+def _is_made_later(leaf: Any) -> bool:
+    """Whether a leaf is made of stored tensors (combined, or converted) where it is written, a bucket at a time."""
+    return is_stored(leaf) and leaf.is_made and leaf.dtype not in QUANTIZED and leaf.dtype not in WITHOUT_KERNELS
 
 
 def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:
@@ -108,7 +113,7 @@ class Content(NamedTuple):
     """What there is to save of a leaf, or to fill."""
 
     sort: str
-    tensors: Sequence[Any]  # the tensor itself (``LocalChunks`` of a distributed one), or its parts
+    tensors: Sequence[Any]  # the tensor itself (``LocalChunks`` of a distributed one, a stored one), or its parts
     facts: str = ""  # what must agree, besides, for the parts to be of use
     unpacked: Unpacked | None = None  # how a leaf is packed again of its parts
 
@@ -133,6 +138,8 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory."""
     if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
+    if _is_made_later(leaf):
+        return Content(TENSOR_ENTRY, (leaf,))
     leaf = materialized(leaf)
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None

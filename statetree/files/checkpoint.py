@@ -145,7 +145,7 @@ def whole_tensors(tree: Any, *, by_all_ranks: bool = False) -> Any:
     """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
 
     Where one rank writes, others may not hold parts of a leaf. What all write has the elements of a tensor one by one:
-    a few bytes of a file may not stand for many there.
+    a few bytes of a file may not stand for many there, and what is made of stored tensors is made as it is written.
     """
     made: dict[int, Any] = {}
 
@@ -157,7 +157,7 @@ def whole_tensors(tree: Any, *, by_all_ranks: bool = False) -> Any:
             what = "is a view that repeats its elements: expected memory of its own. Leave it out."
             msg = f"save: the leaf at {path or '<root>'} {what}"
             raise UnsupportedLeaf(msg, path)
-        if not isinstance(leaf, StoredTensor):
+        if not isinstance(leaf, StoredTensor) or (by_all_ranks and leaf.is_made):
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = leaf.tensor()

@@ -9,11 +9,14 @@ import zlib
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
+import statetree as st
 from statetree.dcp.data_writer import PieceSource
 from statetree.dcp.file_manifest import ManifestPiece
 from statetree.files import strided_reading
 from statetree.files.ranges import OpenFiles
+from statetree.files.stored import StoredTensor
 
 BLOCKS = torch.arange(400_000)  # more than is read at a time
 
@@ -130,3 +133,37 @@ def test_the_same_memory_read_in_another_way_is_another_source(other, tmp_path):
     assert not PieceSource(other).is_in(file, piece)
     file, piece = stored(tmp_path / "other", other)
     assert PieceSource(other).is_in(file, piece)
+
+
+def made_of(path):
+    """Return trees that are made of stored tensors where they are written: of each kind."""
+    state = {"m": torch.arange(600.0).view(20, 30), "n": torch.arange(8).bfloat16(), "empty": torch.ones(0, 2)}
+    state |= {"scalar": torch.tensor(2.5), "count": torch.tensor(3), "z": torch.tensor([1j, 2])}
+    st.save(state, path / "a.pt")
+    opened = st.files.open(path / "a.pt")
+    turned = st.Conversion([("m", "m", "a b -> b a")])
+    columns = st.Conversion([("m", "rows.{r}", "r c -> c")])
+    return {
+        "combined": st.combine(torch.add, opened, opened),
+        "cast": st.cast(opened, torch.float16),
+        "converted": columns(st.select(opened, "m")),
+        "turned and combined": st.combine(torch.neg, turned(st.select(opened, "m"))),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["combined", "cast", "converted", "turned and combined"])
+def test_what_is_made_of_stored_tensors_is_made_a_bucket_at_a_time(kind, tmp_path, monkeypatch):
+    tree = made_of(tmp_path)[kind]
+    expected = st.offload(tree)
+    monkeypatch.setattr(strided_reading, "BUCKET_BYTES", 64)
+    taken, read = [], StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self, *index: taken.append(read(self, *index)) or taken[-1])
+    st.save(tree, tmp_path / "saved")
+    assert max(tensor.nbytes for tensor in taken) <= 64 < max(leaf.nbytes for leaf in st.flatten(expected)[0])
+    monkeypatch.undo()
+    saved = st.load(tmp_path / "saved")
+    assert st.similarity(saved, expected), st.similarity(saved, expected)
+    plain = {key: torch.empty_like(leaf) for key, leaf in st.to_flat(expected)[0].items()}
+    torch.distributed.checkpoint.load(plain, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert st.similarity(plain, st.to_flat(expected)[0])
