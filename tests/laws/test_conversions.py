@@ -75,6 +75,15 @@ def test_ties_come_back(drawn, seed):
     assert_trees_equal(st.offload(again), st.offload(tied), strides=False, storages=False)
 
 
+def test_parts_of_a_tensor_without_elements_are_not_tied():
+    rows = st.Conversion([("w", "rows.{r}", "r c -> c")], sizes={"c": 0})
+    found = rows({"w": torch.ones(3, 0)})
+    assert len(set(map(id, found.values()))) == 3
+    one = torch.ones(0, 3)
+    turned = st.Conversion([("{i}.w", "{i}.t", "a b -> b a")])({"0.w": one, "1.w": one})
+    assert turned["0.t"] is turned["1.t"]
+
+
 @given(conversions(), hyp.sampled_from(["a.safetensors", "a.pt"]))
 def test_stored_leaves_are_read_as_they_are_converted(drawn, name):
     with tempfile.TemporaryDirectory() as folder:

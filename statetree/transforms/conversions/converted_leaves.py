@@ -142,7 +142,9 @@ class LeafMaker:
         made: dict[Any, Any] = {}
         result = []
         for plan in plans:
-            key = (plan.shape, *((self._place(leaf), block) for leaf, block in plan.blocks))
+            # All blocks of a tensor without elements are alike: which of the rule's leaves it is tells them apart.
+            which = plan.place[0] if 0 in (plan.shape or ()) else None
+            key = (plan.shape, which, *((self._place(leaf), block) for leaf, block in plan.blocks))
             if key not in made:
                 made[key] = self._made(plan)
             leaf, copy = made[key]
