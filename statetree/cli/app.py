@@ -136,10 +136,11 @@ def show(
     follow_links: bool,
     key: str | None,
     **options: Any,
-) -> None:
+) -> int:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
 
     Of a folder that a Checkpointer fills, the steps are listed: when they were saved, their size, metric and metadata.
+    --verify compares the checksums of each; the exit status is 2 if one is damaged.
 
     Only headers are read, so that it takes no longer for a large file. On a terminal, entries are shown as a tree;
     otherwise one a line, under their whole keys.
@@ -159,12 +160,14 @@ def show(
     from statetree.cli.steps import is_run, show_steps
 
     if is_run(file):
-        show_steps(file, as_json=options["as_json"])
-        return
+        if patterns or excluded or page or key is not None or options["stats"] or options["depth"]:
+            msg = "show: a run's folder takes --json and --verify: expected one of its steps for other options."
+            raise click.UsageError(msg)
+        return SAME if show_steps(file, as_json=options["as_json"], verify=is_verified) else FAILED
     (checkpoint,) = _opened(file, follow_links=follow_links)
     if key is not None:
         show_values(file, checkpoint.tree, key)
-        return
+        return SAME
     verdict = verified(checkpoint) if is_verified else ""
     show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
@@ -173,6 +176,7 @@ def show(
         to_html(checkpoint.tree, page, values=options["stats"])
     if verdict:
         click.echo(verdict, err=options["as_json"])
+    return SAME
 
 
 @cli.command()

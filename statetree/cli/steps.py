@@ -23,12 +23,16 @@ def is_run(directory: Path) -> bool:
         return False
 
 
-def show_steps(directory: Path, *, as_json: bool) -> None:
-    """Print the steps of a run: when they were saved, their bytes, metric and metadata."""
-    steps = _steps_in(directory)
+def show_steps(directory: Path, *, as_json: bool, verify: bool = False) -> bool:
+    """Print the steps of a run: when they were saved, their bytes, metric and metadata.
+
+    With ``verify`` the checksums of each are compared, too. Returns whether none was found damaged then.
+    """
+    steps = _steps_in(directory, verify=verify)
+    is_sound = not (verify and any("error" in step for step in steps))
     if as_json:
         sys.stdout.write(f"{json.dumps({'run': str(directory), 'steps': steps}, indent=2)}\n")
-        return
+        return is_sound
     total = human(sum(step["bytes"] for step in steps))
     sys.stdout.write(wrapped(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}") + "\n")
     lines = []
@@ -36,16 +40,19 @@ def show_steps(directory: Path, *, as_json: bool) -> None:
         about = ", ".join([f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()])
         metric = "" if step["metric"] is None else f"metric {step['metric']:g}"
         saved = datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        notes = printable(step.get("error", about))
+        notes = ", ".join(filter(None, [printable(step.get("error", about)), step.get("verified", "")]))
         lines.append(OutputLine(step["name"], saved, metric, human(step["bytes"]), "", notes))
     write_lines(lines)
+    return is_sound
 
 
-def _steps_in(directory: Path) -> list[dict[str, Any]]:
+def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
+    from statetree.cli.show import verified
     from statetree.dcp.file_manifest import read_manifest
     from statetree.dcp.metadata import METADATA
     from statetree.dcp.series import Series, bytes_in
     from statetree.errors import CheckpointError
+    from statetree.files.formats import opened
 
     found = []
     for checkpoint in Series(directory).complete():
@@ -55,8 +62,8 @@ def _steps_in(directory: Path) -> list[dict[str, Any]]:
         found.append(step | {"metric": None, "metadata": {}})
         try:
             manifest = read_manifest(path)
+            found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
+            found[-1] |= {"verified": verified(opened(path, skip_foreign=True))} if verify else {}
         except CheckpointError as error:
             found[-1]["error"] = str(error)
-        else:
-            found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
     return found

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from statetree.errors import Difference, TreeMismatch
 from statetree.files.checkpoint import is_entry
 from statetree.files.key_texts import key_text
 from statetree.key_paths import Path, exactly
 from statetree.leaves.casting import castable
+from statetree.leaves.ties import view_key
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ def matched_entries(
             what = f"an entry of its own, beside {ours.paths[other]}"
             refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
         found[index] = values[place]
+    found.update(_under_other_names(leaves, found))
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
         missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
@@ -97,6 +101,19 @@ def matched_entries(
         more, has_empty = _left(theirs, ours, left, partly=partly)
         refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
     return {index: found[index] for index in wanted if index in found}
+
+
+def _under_other_names(leaves: Sequence[Any], found: Mapping[int, Any]) -> dict[int, Any]:
+    """Return what a checkpoint has of leaves that it lacks, and that are tied to others: some write ties once."""
+    lacking = [index for index, leaf in enumerate(leaves) if index not in found and isinstance(leaf, torch.Tensor)]
+    if not lacking:
+        return {}
+    first: dict[Any, Any] = {}
+    for index, value in found.items():
+        if isinstance(leaves[index], torch.Tensor):
+            first.setdefault(view_key(leaves[index]), value)
+    keys = {index: view_key(leaves[index]) for index in lacking}
+    return {index: first[key] for index, key in keys.items() if key in first}
 
 
 def _missing(

@@ -33,12 +33,13 @@ def view_key(tensor: torch.Tensor) -> Hashable:
         parts = unpack("update", [tensor], lambda: [Path()]).parts
     except StateTreeError:  # it cannot be taken apart: nothing is known but the object
         return id(tensor)
-    if not parts or any(part.is_meta or not part.data_ptr() for part in parts):
+    if not parts:
         return id(tensor)
-    views: list[Any] = [
-        (part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg())
-        for part in parts
-    ]
+    views: list[Any] = []
+    for part in parts:
+        # What is on meta, freed or empty lies nowhere: its storage tells.
+        place = part.data_ptr() or (storage_key(part.untyped_storage()), part.storage_offset())
+        views.append((place, part.device, part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg()))
     # A local tensor is no DTensor, and may belong to several of other shapes; nested tensors have none.
     return (leaf_type_of(type(tensor)), None if tensor.is_nested else tuple(tensor.shape), *views)
 

@@ -48,3 +48,29 @@ def test_metadata_are_harmless_on_a_terminal(tmp_path, statetree):
 
 def test_a_step_is_shown_as_a_checkpoint(run, statetree):
     assert "w " in statetree("show", run / "step-00000020").out
+
+
+def test_the_checksums_of_all_steps_are_compared(run, statetree):
+    (data,) = (run / "step-00000020").glob("*.distcp")
+    text = bytearray(data.read_bytes())
+    text[len(text) // 2] ^= 1
+    data.write_bytes(text)
+    ran = statetree("show", "--verify", run)
+    assert ran.status == 2
+    _, first, second, third = ran.out.splitlines()
+    assert re.search(r"tokens=5, verified: \d+ checksums agree$", first)
+    assert re.search(r"damaged|checksum", second)
+    assert "verified" not in second + third
+    assert statetree("show", run).status == 0
+    assert [list(step)[-1] for step in statetree("show", "--verify", "--json", run).json["steps"]] == [
+        "verified",
+        "error",
+        "error",
+    ]
+
+
+@pytest.mark.parametrize("option", [["--values", "w"], ["--stats"], ["--match", "w"], ["--depth", "1"]])
+def test_other_options_are_for_one_step(run, option, statetree):
+    ran = statetree("show", *option, run)
+    assert ran.status == 2
+    assert "expected one of its steps" in ran.err

@@ -77,3 +77,31 @@ def load_in_every_way(path, name):
 def test_each_rank_reads_its_own_bytes(name, file, world_size, tmp_path):
     state = {"a": bits(*SHAPE), "b": bits(*SHAPE, start=5), "v": bits(7)}
     run_ranks(world_size, load_in_every_way, str(write(state, tmp_path / file)), name)
+
+
+def load_tied(path):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    embedding = distribute_tensor(torch.zeros(2, 3), mesh, [Shard(0)])  # the last rank has none of it
+    like = {"embed": embedding, "head": embedding.detach(), "n": torch.zeros(2)}
+    loaded = st.load(path, like)
+    st.load(path, like, in_place=True)
+    same = loaded["head"].to_local().untyped_storage()._cdata == loaded["embed"].to_local().untyped_storage()._cdata
+    return same, [st.gather(tree)["head"].tolist() for tree in (loaded, like)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_written_once_is_loaded_under_all_its_tied_names(ranks, tmp_path):
+    """transformers writes one of two tied names."""
+    state = {"embed": torch.arange(6.0).view(2, 3), "n": torch.ones(2)}
+    path = str(tmp_path / "a.safetensors")
+    st.save(state, path)
+    expected = state["embed"].tolist()
+    assert run_ranks(ranks, load_tied, path) == [(True, [expected, expected])] * ranks
+    for device in ("cpu", "meta"):
+        weight = torch.zeros(2, 3, device=device)
+        loaded = st.load(path, {"head": weight.detach(), "embed": weight, "n": torch.zeros(2)})
+        assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
+        assert torch.equal(loaded["head"], state["embed"])
+    for other in (torch.zeros(2, 3), weight.T, weight[:1]):
+        with pytest.raises(st.TreeMismatch, match="head"):
+            st.load(path, {"head": other, "embed": weight, "n": torch.zeros(2)})
