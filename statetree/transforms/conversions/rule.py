@@ -161,7 +161,8 @@ class Rule:
             if wrong:
                 return (), [_told(equation, known) for equation in wrong]
             if unknown := sorted(names - known.keys()):
-                return (), [f"no size of {', '.join(unknown)}, which does not follow from shapes"]
+                how = "give it: sizes=, or [sizes] in a file of rules"
+                return (), [f"no size of {', '.join(unknown)}, which does not follow from shapes ({how})"]
             along = {axis for slot in self.target for axis in slot.axes}
             if empty := sorted(axis for axis in along if not known[axis]):
                 return (), [f"{empty[0]}=0, along which there would be no leaf"]
