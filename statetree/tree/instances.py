@@ -147,9 +147,12 @@ class InstanceContainer(Container):
                 fresh.__dict__[name] = value
 
 
-def _is_heap_type(cls: type) -> bool:
-    """Whether a class was made by a class statement, and not in C."""
-    return bool(cls.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
+def _is_python_class(cls: type) -> bool:
+    """Whether a class was made by a class statement, and not in C.
+
+    C's classes lie on the heap, too, since Python 3.12 (``defaultdict``): those cannot be changed.
+    """
+    return cls.__flags__ & (1 << 8 | 1 << 9) == 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
 
 
 def slots_of(cls: type) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def slots_of(cls: type) -> dict[str, Any]:
     """
     slots: dict[str, Any] = {}
     for base in cls.__mro__:
-        if _is_heap_type(base):
+        if _is_python_class(base):
             for name, member in vars(base).items():
                 if isinstance(member, types.MemberDescriptorType):
                     slots[f"{base.__qualname__}.{name}" if name in slots else name] = member
@@ -185,7 +188,7 @@ def _is_python_above(cls: type, base: type) -> bool:
 
     Exceptions and ``time.struct_time`` keep state of their own, for example.
     """
-    return all(_is_heap_type(ancestor) for ancestor in cls.__mro__ if ancestor not in base.__mro__)
+    return all(_is_python_class(ancestor) for ancestor in cls.__mro__ if ancestor not in base.__mro__)
 
 
 def instance_container(cls: type) -> Container | None:

@@ -34,7 +34,7 @@ REFUSED = {
     "module_and_optimizer": r"save: the leaf at model \(Network\) cannot be pickled: .*Leave it out",
     "module_with_hooks": r"save: the leaf at module \(Network\) cannot be pickled: ",
     "objects": r"save: the leaf at held \(Held\) cannot be pickled: ",
-    "atoms": r"save: the leaf at torch \(list\) cannot be pickled: .*'module' object",
+    "atoms": r"save: the leaf at (torch|info) \(list\) cannot be pickled: .*'(module|torch.finfo)' object",
     "unpicklable": r"save: the leaf at held.0 \(Held\) cannot be pickled: .*_thread.lock",
     "quantized": r"load: layout differs at float_qparams: expected .*'scales': \[0.0",  # emptied with the template
     "quantized_below_a_byte": r"save: the leaf at packed has the dtype torch.quint4x2, .*Dequantize it first",

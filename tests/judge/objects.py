@@ -27,7 +27,7 @@ _CACHES: dict[str, tuple[str, ...]] = {
 }
 #: Attributes with which torch notes on a jagged tensor's values, whenever they are read, what it may compile for.
 _NOTED_ON_TENSORS = ("_dynamo", "_specialize_on")
-_HEAP_TYPE = 1 << 9  # set for classes made by a class statement, whose slots are Python's
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of Python's C
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 # The builtin classes' own descriptors: those of a subclass may do anything.
 _maxlen: Any = vars(deque)["maxlen"].__get__
@@ -95,7 +95,7 @@ def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, A
     result = {name: kept for name, kept in named if name not in skip and not (caches and name.startswith(caches))}
     slots: dict[str, Any] = {}
     for base in cls.__mro__:
-        if base.__flags__ & _HEAP_TYPE:
+        if _is_python_class(base):
             for name, member in vars(base).items():
                 if isinstance(member, types.MemberDescriptorType) and name not in skip:
                     try:
@@ -113,7 +113,12 @@ def caches_of(cls: Any) -> tuple[str, ...]:
 
 def stands_on_c(cls: type) -> bool:
     """Whether instances of a class may hold something besides attributes: one of its bases is written in C."""
-    return any(base is not object and not base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+    return any(base is not object and not _is_python_class(base) for base in cls.__mro__)
+
+
+def _is_python_class(cls: type) -> bool:
+    """Whether a class was made by a class statement, so that its slots are Python's. C's cannot be changed."""
+    return cls.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
 def is_collection(value: Any) -> bool:
