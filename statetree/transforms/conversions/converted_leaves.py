@@ -164,7 +164,7 @@ class LeafMaker:
         first = self._leaves[plan.sources[0]]
         only = plan.blocks[0][1] if len(plan.blocks) == 1 else None
         is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
-        if plan.shape and 0 in plan.shape and plan.place[0][1] and not _is_spread(first):
+        if 0 in (plan.shape or ()) and (plan.place[0][1] or len(plan.rule.target) > 1) and not _is_spread(first):
             is_same = False  # one of several leaves that are made of one
         if is_stored(first) and (not is_same or self._unlike(plan)):
             return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
