@@ -7,7 +7,7 @@ bottom:
   ``allocate_like`` and other transforms on spans.
 - ``casting``: which dtypes are converted, and which values are too large for that.
 - ``leaf_numbers``: numbers for values, and for tensors with their elements.
-- ``conversion``: elements in another dtype, ties kept.
+- ``recasting``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``lowering``: a tree down to the parts of its leaves; ``divided``: what stands for those that have several, and how
   they are put together again; ``laid_out``: tensors in the blocks of leaves that were converted.

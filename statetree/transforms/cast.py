@@ -7,7 +7,7 @@ from typing import cast as typing_cast
 
 import torch
 
-from statetree.leaves.conversion import converted
+from statetree.leaves.recasting import converted
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
 

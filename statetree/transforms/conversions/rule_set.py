@@ -165,9 +165,9 @@ class Conversion:
                 origin = texts[plan.sources[0]]
                 other = taken.setdefault(name, origin)
                 if other is not origin:
-                    wrong.append(Difference(Path((name,)), "origin", f"{other} and {origin}", "one leaf"))
+                    wrong.append(Difference(_path(name), "origin", f"{other} and {origin}", "one leaf"))
                 if (back := self._way_back(name)) != (plan.rule, plan.place):
-                    wrong.append(Difference(Path((name,)), "way back", back[0], f"the rule {plan.rule} alone"))
+                    wrong.append(Difference(_path(name), "way back", back[0], f"the rule {plan.rule} alone"))
         if wrong:
             raise TreeMismatch.between("Conversion", wrong, _REMEDY)
         return sorted(plans, key=lambda plan: min(plan.sources))
@@ -194,10 +194,10 @@ class Conversion:
                 continue
             hits = [(number, hit) for number, rule in enumerate(self._rules) for hit in rule.matches(text)]
             if not hits and self._strict:
-                wrong.append(Difference(Path((text,)), "rules", "none", "one that takes it"))
+                wrong.append(Difference(_path(text), "rules", "none", "one that takes it"))
             if len(hits) > 1:
                 got = " and ".join(str(self._rules[number]) for number, _ in hits)
-                wrong.append(Difference(Path((text,)), "rules", got, "one that takes it"))
+                wrong.append(Difference(_path(text), "rules", got, "one that takes it"))
             if len(hits) != 1:
                 continue
             number, (place, which, match) = hits[0]
@@ -206,7 +206,7 @@ class Conversion:
             instance = found.setdefault((number, (*captures.values(),)), _Instance(rule, captures, {}))
             other = instance.leaves.setdefault(place, {}).setdefault(which, index)
             if other != index:
-                wrong.append(Difference(Path((text,)), "paths", "two that read alike", "one"))
+                wrong.append(Difference(_path(text), "paths", "two that read alike", "one"))
         return list(found.values())
 
     def _leaf_plans(self, instance: _Instance, maker: LeafMaker, wrong: list[Difference]) -> list[LeafPlan]:
@@ -216,10 +216,10 @@ class Conversion:
         for place in places:
             if place not in present:
                 name = rule.source[place[0]].name(0, captures, place[1])
-                wrong.append(Difference(Path((name,)), "missing", "absent", f"a leaf, as {rule} takes others"))
+                wrong.append(Difference(_path(name), "missing", "absent", f"a leaf, as {rule} takes others"))
         for place in present.keys() - set(places) if len(wrong) == before else ():
             name = rule.source[place[0]].name(0, captures, place[1])
-            wrong.append(Difference(Path((name,)), "size", f"index {max(place[1])}", f"at most {counts}"))
+            wrong.append(Difference(_path(name), "size", f"index {max(place[1])}", f"at most {counts}"))
         if len(wrong) > before:
             return []
         firsts = {place: present[place][min(present[place])] for place in places}
@@ -248,6 +248,10 @@ class Conversion:
             plans.append(LeafPlan(rule, (target.place, captures), names, shape, blocks, tied))
             wrong += maker.kind_differences(plans[-1])
         return plans
+
+
+def _path(name: str) -> Path:
+    return Path((name,)) if name else Path()
 
 
 def _rule(given: Any) -> Rule:

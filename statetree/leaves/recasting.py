@@ -1,4 +1,4 @@
-"""Conversion: the elements of leaves in another dtype, with the geometry and the ties that they have."""
+"""Recasting: the elements of leaves in another dtype, with the geometry and the ties that they have."""
 
 from __future__ import annotations
 
