@@ -11,9 +11,9 @@ import torch
 from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
-from statetree.leaves.recasting import recast
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
+from statetree.leaves.recasting import recast
 from statetree.leaves.ties import lie_alike, view_key
 from statetree.leaves.types.tensor import identified
 from statetree.spans.bits import as_plain
