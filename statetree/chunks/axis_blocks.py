@@ -138,8 +138,8 @@ def _blocks_within(
 def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.Tensor) -> list[_Cut]:
     """Return the indices, in axes of some (falling) steps and sizes, that lead from ``low`` to before ``high``."""
     # A stretch of a dim of several axes is seldom a box in them: like a stretch of days in weeks, it is the end of a
-    # first week, whole weeks, and the beginning of a last one. So a stretch becomes at most three cuts an axis, whatever
-    # its length, and those of all ranks are cut at once. With falling steps each index has one place in the dim.
+    # first week, whole weeks, and the beginning of a last one. So a stretch becomes at most three cuts an axis,
+    # whatever its length, and those of all ranks are cut at once. With falling steps each index has one place in it.
     if not axes:
         return [_Cut(low.new_zeros(len(low), 0, 2), (low <= 0) & (high > 0))]
     (step, size), inner = axes[0], axes[1:]
