@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
 from statetree.declare import cached_property
-from statetree.errors import RankMismatch
+from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.torch_internals import (
     bound_device,
     device_types,
+    is_functional,
     start_all_gather,
     start_all_reduce,
     start_broadcast,
@@ -265,7 +266,11 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
 
     Raises:
         RankMismatch: If this process is not in the group.
+        UnsupportedLeaf: Inside ``torch.func.functionalize``, where no tensor has memory.
     """
+    if is_functional(torch.empty(0, device="cpu")):
+        msg = f"{verb}: called inside torch.func.functionalize: no tensor has memory there. Call {verb} outside of it."
+        raise UnsupportedLeaf(msg)
     if not (dist.is_available() and dist.is_initialized()):
         return Group(None, 0, [0], verb, timeout)
     given: Any = process_group

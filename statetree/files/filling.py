@@ -14,7 +14,7 @@ from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
 from statetree.spans.overlaps import once, overlaps_itself, shared_elements
-from statetree.torch_internals import is_zero_tensor, quietly
+from statetree.torch_internals import is_functional, is_transformed, is_zero_tensor, quietly
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
     if is_zero_tensor(tensor):
         refuse_leaf(verb, path, "torch's zero tensor, which has no memory", "Replace it by torch.zeros")
     if not holds_memory(tensor):
+        if is_functional(tensor) or is_transformed(tensor):
+            refuse_leaf(verb, path, "one inside a function of torch.func (vmap, grad, functionalize)", "Leave that")
         held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
         refuse_leaf(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.files.stored import StoredTensor, span_bytes
+from statetree.spans.layout import holds_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +44,8 @@ def extent(leaf: Any) -> tuple[int, int, int] | None:
     tensor = leaf.outline if is_stored else leaf
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (is_stored and not leaf.is_strided):
         return None
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_plain or tensor.is_meta or not tensor.numel() or not holds_memory(tensor):
         return None
     begin = tensor.storage_offset() * tensor.dtype.itemsize
     return tensor.untyped_storage().data_ptr(), begin, begin + span_bytes(tensor)

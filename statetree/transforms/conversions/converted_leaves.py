@@ -18,6 +18,7 @@ from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory
 from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import copy_each, storage_key
 
@@ -179,6 +180,7 @@ class LeafMaker:
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
         sources = {leaf: as_plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
+        check_memory(self._verb, Columns([*sources.values()]), lambda index: self.path([*sources][index]))
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:

@@ -114,8 +114,14 @@ def test_autograd_sees_that_memory_was_written():
         lambda x: st.combine(torch.add, x, x),
         lambda x: st.save({"x": x[0]}, "never.safetensors"),
         lambda x: st.save({"x": x[0]}, "never.pt"),
+        lambda x: st.save({"x": x[0]}, "never"),
+        lambda x: st.reshard({"x": x[0]}, {"x": torch.ones(x[0].shape)}, in_place=True),
+        lambda x: st.Conversion([("x", "y", "(a b) -> b a")], sizes={"a": 2})({"x": x[0]}),
     ],
-    ids=["offload", "digest", "stage", "copy_into", "delta", "combine", "safetensors", "pt"],
+    ids=[
+        *("offload", "digest", "stage", "copy_into", "delta", "combine"),
+        *("safetensors", "pt", "directory", "reshard", "conversion"),
+    ],
 )
 @pytest.mark.parametrize(
     "inside",
