@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +20,7 @@ from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
-from statetree.torch_internals import copy_each, quietly, storage_key, torch_function_enabled
+from statetree.torch_internals import copy_each, quietly, set_bits, storage_key, torch_function_enabled
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected
@@ -211,7 +211,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     if wrong:
         found = [Difference(path, "ties", "values of its own", what) for path, what in dict.fromkeys(wrong)]
         raise TreeMismatch.between("combine", found, "Combine trees that are tied alike, and all tied leaves or none.")
-    fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)])
+    fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)], owners)
     recipes = dict(first.recipes)
     made = list(first.parts)
     for leaf, own in enumerate(parts):
@@ -223,28 +223,54 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     return replace(first, recipes=recipes).pack(made)
 
 
-def _as_they_lie(used: Sequence[Sequence[torch.Tensor]], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results with the strides and the overlap of the first tensors that they were made of."""
+def _as_they_lie(
+    used: Sequence[Sequence[torch.Tensor]], results: Sequence[torch.Tensor], owners: Sequence[Path]
+) -> list[torch.Tensor]:
+    """Return results with the strides and the overlap of the first tensors that they were made of.
+
+    Raises:
+        TreeMismatch: If a tensor and its conjugate (or negative) lie in one memory, and their results do not.
+    """
     fresh = list(results)
     for dtype in {tensors[0].dtype for tensors in used}:
         members = [index for index, tensors in enumerate(used) if tensors[0].dtype == dtype]
         columns = Columns([used[index][0] for index in members])
         layout = lay_out(columns, extents(columns))
         buffers: dict[int, torch.Tensor] = {}
-        users = Counter(layout.span_of)
+        users: defaultdict[int, list[int]] = defaultdict(list)
+        for place, number in enumerate(layout.span_of):
+            users[number].append(place)
+        mirrored = [
+            number for number, own in users.items() if len({(columns.conj[at], columns.neg[at]) for at in own}) > 1
+        ]
         for place, index in enumerate(members):
             view, result, number = used[index][0], results[index], layout.span_of[place]
             taken = {storage_key(tensor.untyped_storage()) for tensor in used[index]}
             is_fresh = storage_key(result.untyped_storage()) not in taken and type(result) is torch.Tensor
-            if users[number] == 1 and is_fresh and result.stride() == view.stride() and layout.dense[number]:
+            is_alone = len(users[number]) == 1
+            if is_alone and is_fresh and result.stride() == view.stride() and layout.dense[number]:
                 continue
             span = layout.spans[number]
             count = (span.stop - span.start) // dtype.itemsize
             buffer = buffers.setdefault(number, torch.empty(count, dtype=result.dtype, device=result.device))
             fresh[index] = buffer.as_strided(view.shape, view.stride(), layout.offsets[place])
+            if number in mirrored:
+                set_bits(fresh[index], conj=columns.conj[place] and result.is_complex(), neg=columns.neg[place])
             pair = once(fresh[index], result)
             if pair is None:  # which as_strided alone can make
                 msg = "combine: a tensor overlaps itself: expected dims that do not interleave. Copy it before."
                 raise TreeMismatch(msg)
             copy_each(*[[tensor] for tensor in pair])
+        lost = [
+            at for number in mirrored for at in users[number] if not _alike(fresh[members[at]], results[members[at]])
+        ]
+        if lost:
+            what = "what holds its conjugate or negative in the same memory"
+            found = [Difference(owners[members[at]], "ties", "values of its own", what) for at in lost]
+            raise TreeMismatch.between("combine", found, "Copy one of them before.")
     return fresh
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, zeros of any sign and NaNs of any payload."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -204,3 +204,33 @@ def combine_shards():
 
 def test_shards_are_combined_where_they_are():
     run_ranks(2, combine_shards)
+
+
+X = torch.tensor([1 + 2j, 3 - 1j, 0.5j])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("tree", "fn", "is_kept"),
+    [
+        pytest.param({"a": X, "b": X.conj()}, lambda v: v * 2, True, id="real factor"),
+        pytest.param({"a": X, "b": X.conj()}, lambda v: v * (2 + 1j), False, id="complex factor"),
+        pytest.param({"a": X, "b": X.conj()[1:]}, lambda v: v * (2 + 1j), False, id="part"),
+        pytest.param({"a": X, "b": X.conj()}, torch.abs, True, id="to real"),
+        pytest.param({"a": X.conj(), "b": X.conj()[:1]}, lambda v: v * (2 + 1j), True, id="both conjugate"),
+        pytest.param({"a": X.imag, "b": X.conj().imag}, lambda v: v * 3, True, id="negative"),
+        pytest.param({"a": X.imag, "b": X.conj().imag}, lambda v: v + 1, False, id="negative, moved"),
+    ],
+)
+def test_a_tensor_and_its_conjugate_in_one_memory(tree, fn, is_kept, stored, tmp_path):
+    if stored:
+        st.save(tree, tmp_path / "a.pt")
+    given = st.files.open(tmp_path / "a.pt") if stored else tree
+    if not is_kept:
+        with pytest.raises(st.TreeMismatch, match="ties at a: .*its conjugate or negative in the same memory"):
+            st.offload(st.combine(fn, given))
+        return
+    found = st.offload(st.combine(fn, given))
+    for key, leaf in tree.items():
+        torch.testing.assert_close(found[key], fn(leaf).resolve_conj().resolve_neg())
+    assert len({leaf.untyped_storage().data_ptr() for leaf in found.values()}) == 1
