@@ -11,7 +11,7 @@ from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -68,10 +68,10 @@ class OpenFiles:
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
 
-    def __del__(self) -> None:
-        # An interrupt may have come before the first line of ``__init__``.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # An interrupt may have come before the first line of ``__init__``; and as Python ends, ``os`` may be gone.
         for handle in getattr(self, "_handles", {}).values():
-            os.close(handle)
+            close(handle)
 
     def open(self, path: Path) -> FileRange:
         """Return a whole file. Raises ``CheckpointError`` if it is no file that can be read."""

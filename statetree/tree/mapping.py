@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched
+from statetree.tree.spec import TreeSpec
 from statetree.tree.stand_ins import STAND_INS, reader
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.tree.spec import TreeSpec
     from statetree.tree.traversal import IsLeaf
 
 T = TypeVar("T")
@@ -157,6 +157,8 @@ def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
     Raises:
         TreeMismatch: If keys are missing or unexpected; it names all of them.
     """
+    if not isinstance(cast("Any", spec), TreeSpec):
+        raise TypeError(f"from_flat: expected the TreeSpec that to_flat returned, got {type(spec).__qualname__}.")
     keys = spec.flat_keys()
     if list(flat) == keys:  # in the order in which to_flat gave them
         return unflatten(spec, flat.values())

@@ -227,7 +227,7 @@ def test_a_tensor_and_its_conjugate_in_one_memory(tree, fn, is_kept, stored, tmp
         st.save(tree, tmp_path / "a.pt")
     given = st.files.open(tmp_path / "a.pt") if stored else tree
     if not is_kept:
-        with pytest.raises(st.TreeMismatch, match="ties at a: .*its conjugate or negative in the same memory"):
+        with pytest.raises(st.TreeMismatch, match=r"ties at a: .*its conjugate or negative in the same memory"):
             st.offload(st.combine(fn, given))
         return
     found = st.offload(st.combine(fn, given))

@@ -686,6 +686,12 @@ def test_only_mappings_with_tensors_in_their_keys_are_leaves_of_a_copy():
 def test_a_spec_is_what_flatten_returned():
     with pytest.raises(TypeError, match=r"unflatten: expected the TreeSpec that flatten returned, got list"):
         st.unflatten([1], [2])
+    with pytest.raises(TypeError, match=r"from_flat: expected the TreeSpec that to_flat returned, got bool"):
+        st.from_flat({}, False)
+    with pytest.raises(TypeError, match=r"from_optree: expected an optree.PyTreeSpec, got list"):
+        st.TreeSpec.from_optree([1])
+    with pytest.raises(TypeError, match=r"then: expected a Delta, got dict"):
+        st.delta({}, {}).then({})
 
 
 VERBS = {
