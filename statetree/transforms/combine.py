@@ -203,7 +203,8 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     row_of = {id(tensors[0]): number for number, tensors in enumerate(used)}
     for pair in shared_elements(Columns(real)):
         a, b = (row_of.get(id(real[index]), -1) for index in pair)
-        alike = min(a, b) >= 0 and all(
+        alike = min(a, b) >= 0 and used[a][0].dtype == used[b][0].dtype
+        alike = alike and all(
             lie_alike((used[a][0], x), (used[b][0], y)) for x, y in zip(used[a][1:], used[b][1:], strict=True)
         )
         if not alike and max(a, b) >= 0:

@@ -234,3 +234,10 @@ def test_a_tensor_and_its_conjugate_in_one_memory(tree, fn, is_kept, stored, tmp
     for key, leaf in tree.items():
         torch.testing.assert_close(found[key], fn(leaf).resolve_conj().resolve_neg())
     assert len({leaf.untyped_storage().data_ptr() for leaf in found.values()}) == 1
+
+
+@pytest.mark.parametrize("view", [torch.view_as_real, lambda x: x.view(torch.int64), lambda x: x.view(torch.bfloat16)])
+def test_ties_between_dtypes_are_refused(view):
+    x = torch.ones(4, dtype=torch.complex64)
+    with pytest.raises(st.TreeMismatch, match=r"what shares its memory"):
+        st.combine(lambda v: v * 2, {"a": x, "b": view(x)})
