@@ -51,9 +51,9 @@ class Delta:
     - ``tensors.model.w.gaps`` and ``tensors.model.w.head``: their positions in the global shape, in row-major order,
       are ``head[0] + gaps.cumsum()``. Where ``head[0]`` is -1, there are no gaps: the tensor is replaced as a whole.
 
-    On a rank of several, the delta of a distributed tensor holds what changed of this rank's part. ``save`` takes it for
-    the same on all ranks: give each rank a directory and a process group of its own, or bring it into whole tensors first
-    (``reshard(delta, like)``, with plain tensors in ``like``).
+    On a rank of several, the delta of a distributed tensor holds what changed of this rank's part. ``save`` takes it
+    for the same on all ranks: give each rank a directory and a process group of its own, or bring it into whole tensors
+    first (``reshard(delta, like)``, with plain tensors in ``like``).
 
     Attributes:
         tensors: For each tensor that changed, by its name in ``to_flat`` of the base, what is written over it. Of a
