@@ -125,7 +125,7 @@ def _missing(
     found: list[Difference] = []
     is_empty = False
     for index in missing:
-        path, wanted = ours.paths[index], "present"
+        path, wanted = ours.paths[index], "an entry of the checkpoint, since the tree has this leaf"
         if ours.keys[index] in inside or not path:
             is_empty = is_empty or leaves[index] in ([], ())
             one = type(leaves[index]).__qualname__ + "; pass its state_dict()" * hasattr(leaves[index], "state_dict")
