@@ -93,7 +93,7 @@ def run_and_kill_one(directory, kind, first, world_size, store, moments):
         pass
     finally:
         for process in processes:
-            process.join(units(1))
+            process.join(units(5))
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for rank in hung:
             processes[rank].kill()
