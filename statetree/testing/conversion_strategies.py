@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+#: Among the axes of a tensor: where its blocks lie one after the other.
+_OWN = "+"
+
+
 class DrawnConversion(NamedTuple):
     """A conversion with what it takes to what.
 
@@ -65,8 +69,7 @@ def conversions(draw: st.DrawFn, *, max_rules: int = 3) -> DrawnConversion:
             drawn = _Pattern(draw, f"r{number}", dtype, layers)
             rules.append(drawn.rule)
             sizes |= drawn.sizes
-            left |= drawn.states[0]
-            right |= drawn.states[1]
+            left, right = left | drawn.states[0], right | drawn.states[1]
             patterns += drawn.rows
             continue
         names = [f"b{number}.{{i}}.x", f"t{number}.{{i}}.y"] if kind == "tied" else [f"b{number}.{{i}}.x"]
@@ -85,71 +88,53 @@ def _elements(shape: Sequence[int], dtype: torch.dtype, first: int) -> torch.Ten
     return bits.view(shape).view(dtype)  # of floats these are subnormals, which arithmetic may lose
 
 
-def _flat(dims: Sequence[Sequence[str]]) -> list[str]:
-    return list(chain.from_iterable(dims))
-
-
 class _Pattern:
-    """A rule with a pattern, and what it does to a state."""
+    """A rule with a pattern, and what it does to a state.
+
+    A tensor has some of the blocks, and its dims: lists of axes. One of these is ``_OWN``, along which its blocks lie
+    one after the other, each with its own axes. The first dim is the axis along the leaves, where there is one.
+    """
 
     def __init__(self, draw: st.DrawFn, name: str, dtype: torch.dtype, layers: int) -> None:
         self._draw = draw
-        common = [f"{name}{letter}" for letter in "abc"[: draw(st.integers(1, 3))]]
+        self._common = [f"{name}{letter}" for letter in "abc"[: draw(st.integers(1, 3))]]
         parts = draw(st.lists(st.sampled_from([(), ("x",), ("y",), ("x", "y")]), min_size=1, max_size=3))
         self._own = [[f"{name}{letter}" for letter in part] for part in parts]
-        along = [draw(st.sampled_from([None, None, *common])) for _ in range(2)]
+        along = [draw(st.sampled_from([None, None, *self._common])) for _ in range(2)]
         if along[0] == along[1]:
             along[0] = None
         self.sizes = {
             axis: draw(st.sampled_from([1, 2, 3] if axis in along else [1, 2, 3, 1, 2, 3, 0]))  # there are leaves
-            for axis in (*common, *sorted({*_flat(self._own)}))
+            for axis in (*self._common, *sorted({*chain.from_iterable(self._own)}))
         }
-        self._common, self._along = common, along
-        sides = [self._side(axis) for axis in along]
-        texts = [", ".join(self._text(tensor) for tensor in side) for side in sides]
-        names = [[f"{name}{'lr'[s]}{n}.{{i}}" + (f".{{{along[s]}}}" if along[s] else "") for n in range(len(side))]
-                 for s, side in enumerate(sides)]  # fmt: skip
-        self.rule = (*(own[0] if len(own) == 1 else own for own in names), " -> ".join(texts))
+        sides = list(map(self._side, along))
+        stacked = [list(map(self._text, side)) for side in sides]
+        texts = [[text.removeprefix(f"{axis} ") for text in side] for axis, side in zip(along, stacked, strict=True)]
+        names = [
+            [f"{name}{letter}{number}.{{i}}" + (f".{{{axis}}}" if axis else "") for number in range(len(side))]
+            for letter, side, axis in zip("lr", sides, along, strict=True)
+        ]
+        self.rule = (*(own[0] if len(own) == 1 else own for own in names), " -> ".join(map(", ".join, texts)))
         self.states: list[dict[str, Any]] = [{}, {}]
         self.rows: list[Any] = []
-        stacked = [
-            ", ".join(" ".join(filter(None, (axis, self._text(t)))) for t in side)
-            for side, axis in zip(sides, along, strict=True)
-        ]
         for layer in range(layers):
-            blocks = [self._block(own, dtype, 1000 * layer + 100 * n) for n, own in enumerate(self._own)]
-            whole = [
-                [self._laid_out(tensor, axis, blocks) for tensor in side]
-                for side, axis in zip(sides, along, strict=True)
-            ]
-            self.rows.append((" -> ".join(stacked), *whole, self.sizes))
-            for s, axis in enumerate(along):
-                for path, tensor in zip(names[s], whole[s], strict=True):
-                    if axis is None:
-                        self.states[s][path.format(i=layer)] = tensor
-                        continue
-                    for index, leaf in enumerate(tensor.unbind()):
-                        self.states[s][path.format(**{"i": layer, axis: index})] = leaf.clone()
+            shapes = [[self.sizes[axis] for axis in (*self._common, *own)] for own in self._own]
+            blocks = [_elements(shape, dtype, 1000 * layer + 100 * number) for number, shape in enumerate(shapes)]
+            whole = [[self._laid_out(*tensor, blocks) for tensor in side] for side in sides]
+            self.rows.append((" -> ".join(map(", ".join, stacked)), *whole, self.sizes))
+            for state, axis, paths, tensors in zip(self.states, along, names, whole, strict=True):
+                for path, tensor in zip(paths, tensors, strict=True):
+                    leaves = [({}, tensor)] if axis is None else [({axis: n}, leaf) for n, leaf in enumerate(tensor)]
+                    state |= {path.format(i=layer, **index): leaf.clone() for index, leaf in leaves}
 
-    def _block(self, own: Sequence[str], dtype: torch.dtype, first: int) -> torch.Tensor:
-        """Return a block, whose dims are the common axes and its own ones."""
-        return _elements(self._shape([*self._common, *own]), dtype, first)
-
-    def _side(self, along: str | None) -> list[Any]:
-        """Draw the tensors of a side: for each its blocks, the dims before theirs, what theirs has, the dims behind."""
-        axes = [axis for axis in self._common if axis != along]
-        tensors = []
+    def _side(self, along: str | None) -> list[tuple[list[int], list[list[str]]]]:
+        """Draw the tensors of a side."""
         groups = [[0]]
         for number in range(1, len(self._own)):
             groups = [*groups[:-1], [*groups[-1], number]] if self._draw(st.booleans()) else [*groups, [number]]
-        for blocks in groups:
-            order = self._draw(st.permutations(axes))
-            cuts = sorted(self._draw(st.lists(st.integers(0, len(order)), min_size=2, max_size=2)))
-            low = self._draw(st.integers(0, cuts[0]))
-            high = self._draw(st.integers(cuts[0], len(order)))
-            inside = order[low : cuts[0]], order[cuts[0] : high]
-            tensors.append((blocks, self._dims(order[:low]), inside, self._dims(order[high:])))
-        return tensors
+        first = [] if along is None else [[along]]
+        axes = [_OWN, *(axis for axis in self._common if axis != along)]
+        return [(blocks, first + self._dims(self._draw(st.permutations(axes)))) for blocks in groups]
 
     def _dims(self, axes: Sequence[str]) -> list[list[str]]:
         """Put axes into dims, some of which have none."""
@@ -160,33 +145,28 @@ class _Pattern:
                 dims[-1].append(axis)
             else:
                 dims.append([axis])
-        if self._draw(st.integers(0, 4)) == 0:
-            dims.append([])
+        for _ in range(self._draw(st.sampled_from([0, 0, 0, 1, 2]))):
+            dims.insert(self._draw(st.integers(0, len(dims))), [])
         return dims
 
-    def _text(self, tensor: Any) -> str:
-        blocks, before, (outer, inner), behind = tensor
-        parts = [self._own[number] or ["1"] for number in blocks]
-        middle = [f"({' '.join(part)})" if len(part) > 1 else part[0] for part in parts]
-        own = f"({' + '.join(middle)})" if len(middle) > 1 else middle[0]
-        dims = [*before, [*outer, own, *inner], *behind]
-        return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] if dim else "1" for dim in dims)
+    def _text(self, tensor: tuple[list[int], list[list[str]]]) -> str:
+        blocks, dims = tensor
+        own = _grouped([_grouped(self._own[number]) for number in blocks], " + ")
+        return " ".join(_grouped([own if axis == _OWN else axis for axis in dim]) for dim in dims)
 
-    def _laid_out(self, tensor: Any, along: str | None, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        numbers, before, (outer, inner), behind = tensor
-        lead = [along] if along else []
+    def _laid_out(self, numbers: list[int], dims: list[list[str]], blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        order = list(chain.from_iterable(dims))
         parts = []
         for number in numbers:
-            names = [*self._common, *self._own[number]]
-            order = [*lead, *_flat(before), *outer, *self._own[number], *inner, *_flat(behind)]
-            block = blocks[number].permute([names.index(axis) for axis in order])
-            sizes = (*lead, *_flat(before), *outer), self._own[number], (*inner, *_flat(behind))
-            shape = [self._shape(axes) for axes in sizes]
-            parts.append(block.reshape(*shape[0], prod(shape[1]), *shape[2]))
-        whole = torch.cat(parts, dim=len(lead) + len(_flat(before)) + len(outer))
-        width = sum(prod(self._shape(self._own[number])) for number in numbers) * prod(self._shape([*outer, *inner]))
-        around = [[prod(self._shape(dim)) for dim in dims] for dims in (before, behind)]
-        return whole.reshape(*self._shape(lead), *around[0], width, *around[1])
+            places = [self._own[number] if axis == _OWN else [axis] for axis in order]
+            axes = [*self._common, *self._own[number]]
+            block = blocks[number].permute([axes.index(axis) for axis in chain.from_iterable(places)])
+            parts.append(block.reshape([prod(self.sizes[axis] for axis in place) for place in places]))
+        whole = torch.cat(parts, dim=order.index(_OWN))
+        sizes = dict(zip(order, whole.shape, strict=True))
+        return whole.reshape([prod(sizes[axis] for axis in dim) for dim in dims])
 
-    def _shape(self, axes: Sequence[str]) -> list[int]:
-        return [self.sizes[axis] for axis in axes]
+
+def _grouped(texts: Sequence[str], between: str = " ") -> str:
+    """Write what stands in one place of a pattern."""
+    return f"({between.join(texts)})" if len(texts) > 1 else texts[0] if texts else "1"
