@@ -2,7 +2,6 @@
 
 Files, bottom up:
 
-- ``arguments``: checks of arguments
 - ``contents``: what a tree holds in every place; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
 - ``samples``, ``elements``, ``sources``: classes and elements, and trees as source code; ``dtensor_layout``: a DTensor
@@ -54,10 +53,13 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for, when it first is."""
-        from statetree.testing.arguments import needing_hypothesis
-
-        if name not in (*__all__, "samples"):
+        if name not in (*__all__, "samples", "states"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with needing_hypothesis(name):
+        try:
             module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
+        except ModuleNotFoundError as error:
+            if error.name != "hypothesis":
+                raise
+            msg = f"{__name__}.{name} needs hypothesis: pip install statetree[testing]"
+            raise ModuleNotFoundError(msg, name="hypothesis") from error
         return globals().setdefault(name, getattr(module, name, module))

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from statetree.testing import faults
-from statetree.testing.arguments import refuse
-from statetree.testing.pace import units
-from statetree.testing.rank_calls import run_ranks
+from statetree.testing.transform_check import FAILS, HANGS, PASSES, REFUSES, Refusal, guarded, on_ranks
 
 #: What an implementation is, by what the checks call it: a copy of a state, a stager, or a gather of it on all ranks.
 COPY, STAGER, GATHER = "copy", "stager", "gather"
 _KINDS = {"copied": COPY, "stager": STAGER, "gather": GATHER}
-FAILS, REFUSES, PASSES = "FAILS", "refuses", "passes"
 Function = Callable[..., Any]
 
 
@@ -41,29 +38,19 @@ class SilentFault:
     def source(self) -> str:
         """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
         text = inspect.getsource(self.check)
-        imports = inspect.getsource(faults).partition('"""\n\n')[2].partition("\n\n\n")[0]
-        helpers = [
-            inspect.getsource(made) for made in _functions() if made.__name__[0] == "_" and made.__name__ in text
-        ]
-        return "\n\n\n".join([imports, *map(str.rstrip, helpers), text])
-
-
-def _functions() -> list[Callable[[Any], None]]:
-    return [made for made in vars(faults).values() if inspect.isfunction(made) and made.__module__ == faults.__name__]
+        imports, *functions = inspect.getsource(faults).partition('"""\n\n')[2].split("\n\n\n")
+        helpers = [each for each in functions if each.startswith("def _") and each[4 : each.index("(")] in text]
+        return "\n\n\n".join([imports, *helpers, text])
 
 
 #: All faults that we know of, in the order of tables.
 FAULTS = tuple(
     [
         SilentFault(_KINDS[made.__code__.co_varnames[0]], made.__name__, str(made.__doc__), made)
-        for made in _functions()
-        if made.__name__[0] != "_"
+        for made in vars(faults).values()
+        if inspect.isfunction(made) and made.__module__ == faults.__name__ and made.__name__[0] != "_"
     ]
 )
-
-
-class _Refused(Exception):
-    """What an implementation raised."""
 
 
 class StagerAdapter:
@@ -153,61 +140,38 @@ def conformance(
     """
     given = {COPY: copy, STAGER: stager, GATHER: gather}
     if not any(given.values()) or not all(value is None or callable(value) for value in given.values()):
-        refuse("conformance", "functions as copy, stager or gather", given, TypeError)
+        raise TypeError(f"conformance: expected functions as copy, stager or gather, got {given!r}.")
     found = []
     for fault in FAULTS:
         if fault.kind == COPY and copy is not None:
-            found.append(_looked_at(fault, functools.partial(fault.check, _refusing(copy))))
+            found.append(FaultVerdict(fault, *_of_function(fault, copy)))
         if fault.kind != GATHER and stager is not None:
-            found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
+            found.append(FaultVerdict(fault, *_outcome(functools.partial(_with_stager, fault, stager))))
         if fault.kind == GATHER and gather is not None:
-            found.append(_on_ranks(fault, gather, world_size))
+            outcome, said = on_ranks(world_size, functools.partial(_of_function, fault, gather))
+            verdict = (FAILS, f"ranks hang or leave each other: {said}") if outcome == HANGS else (outcome, said)
+            found.append(FaultVerdict(fault, *verdict))
     return Conformance(tuple(found))
 
 
-def _refusing(function: Function) -> Function:
-    """Tell what an implementation raises from what a check does."""
-
-    @functools.wraps(function)
-    def called(*arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as error:
-            raise _Refused(f"{type(error).__name__}: {error}") from error
-
-    return called
-
-
-def _looked_at(fault: SilentFault, look: Callable[[], Any]) -> FaultVerdict:
+def _outcome(look: Callable[[], Any]) -> tuple[str, str]:
     try:
         look()
-    except _Refused as error:
-        return FaultVerdict(fault, REFUSES, str(error))
+    except Refusal as error:
+        return REFUSES, str(error)
     except Exception as error:  # a result that is not even of the shape that the check looks at
-        return FaultVerdict(fault, FAILS, f"{type(error).__name__}: {error}".removeprefix("AssertionError: "))
-    return FaultVerdict(fault, PASSES)
+        return FAILS, f"{type(error).__name__}: {error}".removeprefix("AssertionError: ")
+    return PASSES, ""
+
+
+def _of_function(fault: SilentFault, function: Function) -> tuple[str, str]:
+    return _outcome(functools.partial(fault.check, guarded(function)))
 
 
 def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
-    stager = StagerAdapter(make(), _refusing)
+    stager = StagerAdapter(make(), guarded)
     try:
         fault.check(stager.copied if fault.kind == COPY else stager)
     finally:
-        with contextlib.suppress(_Refused):  # a check may have closed it
+        with contextlib.suppress(Refusal):  # a check may have closed it
             stager.close()
-
-
-def _on_ranks(fault: SilentFault, gather: Function, world_size: int) -> FaultVerdict:
-    call, limits = functools.partial(_on_this_rank, fault.name, gather), (units(10), units(2))
-    try:
-        found = run_ranks(world_size, call, timeout=limits[0], collective_timeout=limits[1])
-    except AssertionError as error:
-        return FaultVerdict(fault, FAILS, f"ranks hang or leave each other: {error}")
-    order = (FAILS, REFUSES, PASSES)
-    return FaultVerdict(fault, *min(found, key=lambda each: order.index(each[0])))
-
-
-def _on_this_rank(name: str, gather: Function) -> tuple[str, str]:
-    fault = next(fault for fault in FAULTS if fault.name == name)
-    verdict = _looked_at(fault, lambda: fault.check(_refusing(gather)))
-    return verdict.outcome, verdict.said

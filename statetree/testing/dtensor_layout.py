@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from statetree.testing.arguments import refuse
 from statetree.testing.samples import numbered
 
 #: How the local tensors of a layout may lie in their storages.
@@ -49,10 +48,12 @@ class Layout:
     geometry: str = "contiguous"
 
     def __post_init__(self) -> None:
-        if len(self.placements) != len(mesh_shape(self.mesh)):
-            refuse("Layout: placements", f"one for each of {len(mesh_shape(self.mesh))} dims", self.placements)
+        dims = len(mesh_shape(self.mesh))
+        if len(self.placements) != dims:
+            raise ValueError(f"Layout: placements: expected one for each of {dims} dims, got {self.placements!r}.")
         if "P" in self.placements and self.dtype not in SUMMED:
-            refuse("Layout: dtype", "one in which sums of placement P are exact, as torch.float32", self.dtype)
+            expected = "one in which sums of placement P are exact, as torch.float32"
+            raise ValueError(f"Layout: dtype: expected {expected}, got {self.dtype!r}.")
 
     def full(self) -> torch.Tensor:
         """Return the whole tensor. Its elements are unique by position."""
@@ -115,14 +116,13 @@ class Layout:
         from torch.distributed.tensor import Partial, Replicate, Shard
         from torch.distributed.tensor.placement_types import _StridedShard  # private: tried with torch 2.11 and 2.13
 
-        found: list[Any] = []
-        for kind in self.placements:
-            if kind[0] == "S":
-                dim, factor = _parsed(kind)
-                found.append(_StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim))
-            else:
-                found.append(Replicate() if kind == "R" else Partial())
-        return found
+        def placement(kind: str) -> Any:
+            if kind[0] != "S":
+                return Replicate() if kind == "R" else Partial()
+            dim, factor = _parsed(kind)
+            return _StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim)
+
+        return list(map(placement, self.placements))
 
     def _weighted(self, weight: int) -> torch.Tensor:
         made = numbered(1, self.shape, self.dtype)

@@ -18,12 +18,7 @@ from unittest import mock
 from statetree import compose
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import holds_tensor
-from statetree.testing.assertions import (
-    Watch,
-    assert_independent,
-    assert_pure,
-    assert_trees_equal,
-)
+from statetree.testing.assertions import Watch, assert_independent, assert_pure, assert_trees_equal
 from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES
 from statetree.testing.differences import differences, raise_for
 from statetree.transforms.offload import offload

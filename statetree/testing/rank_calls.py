@@ -19,7 +19,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from statetree.testing.arguments import refuse
 from statetree.testing.pace import unit_measured, units
 from statetree.testing.rank_worker import STACK, answer, is_in_step, pickled_call
 
@@ -113,9 +112,9 @@ def run_ranks(
         [0, 1]
     """
     if not callable(fn):
-        refuse("run_ranks: fn", "a function", fn, TypeError)
+        raise TypeError(f"run_ranks: fn: expected a function, got {fn!r}.")
     if not timeout > 0:  # also of what is no number
-        refuse("run_ranks: timeout", "a positive number of seconds", timeout)
+        raise ValueError(f"run_ranks: timeout: expected a positive number of seconds, got {timeout!r}.")
     timeout = min(timeout, threading.TIMEOUT_MAX / 2)
     call = _pickled(fn, args)
     with rank_pool(world_size, collective_timeout, fresh=fresh) as pool:
@@ -269,7 +268,7 @@ class RankPool:
 def rank_pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
     """Lend a pool; keep it afterwards only if it is known to be sound."""
     if type(world_size) is not int or world_size < 1:
-        refuse("run_ranks: world_size", "a number of ranks, at least 1", world_size)
+        raise ValueError(f"run_ranks: world_size: expected a number of ranks, at least 1, got {world_size!r}.")
     key = (world_size, collective_timeout)
     with contextlib.nullcontext() if fresh else _lock:
         if key in _kept and not _kept[key].is_alive:  # killed since the last call, so not the fault of this one

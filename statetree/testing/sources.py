@@ -233,13 +233,8 @@ def code(source: str) -> str:
 
 def run(body: str) -> Any:
     """Make the tree of a body."""
-    names: dict[str, Any] = {
-        "torch": torch,
-        "samples": samples,
-        "collections": collections,
-        "pickle": pickle,
-        "Layout": Layout,
-    }
+    names: dict[str, Any] = {each.__name__: each for each in (torch, collections, pickle, Layout)}
+    names["samples"] = samples
     exec(_compiled(body), names)
     return names["state"]()
 

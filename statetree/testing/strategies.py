@@ -6,38 +6,17 @@ are unique by position, and many are lost by conversions: see ``elements``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
-from statetree.testing.arguments import check_some_of
+from statetree.testing import sources
 from statetree.testing.elements import DTYPES, ELEMENTS, HARD_TO_KEEP, TRAINING_DTYPES
 from statetree.testing.samples import Color, Pair, a_factory
-from statetree.testing.sources import (
-    GEOMETRIES,
-    MAPPINGS,
-    OBJECTS,
-    PAIRS,
-    SEQUENCES,
-    USUAL_WRAPS,
-    VIEWS,
-    WITH_ATTRIBUTES,
-    WRAPS,
-    Source,
-    again,
-    code,
-    module,
-    node,
-    run,
-    tensor,
-    value,
-    view,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from statetree.testing.sources import MAPPINGS, PAIRS, SEQUENCES, USUAL_WRAPS, Source, again, node, tensor, value, view
 
 AWKWARD_KEYS = (
     *(True, False, None, 0.0, -0.0, 1.0, float("nan"), "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800"),
@@ -52,7 +31,7 @@ def tensors(
     dtypes: Sequence[torch.dtype] | str = DTYPES,
     max_dims: int = 3,
     max_side: int = 3,
-    geometries: Sequence[str] = GEOMETRIES,
+    geometries: Sequence[str] = sources.GEOMETRIES,
     wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[torch.Tensor]:
     """Tensors whose elements are unique by position.
@@ -71,8 +50,8 @@ def tensors(
             ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
             leaf of autograd, as transforms return them).
     """
-    check_some_of("geometries", geometries, GEOMETRIES)
-    check_some_of("wraps", wraps, WRAPS)
+    _check_some_of("geometries", geometries, sources.GEOMETRIES)
+    _check_some_of("wraps", wraps, sources.WRAPS)
     return _built(
         st.builds(
             tensor,
@@ -127,8 +106,10 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
         opaque: As for ``state_trees``.
     """
     places = st.integers(0, 24)
-    views = [st.builds(view, st.integers(0, most), st.sampled_from(list(VIEWS)), places, places) for most in (0, 1, 2)]
-    one, wrapped = st.builds(again, st.sampled_from(OBJECTS)), st.builds(tensor, wrap=st.sampled_from(USUAL_WRAPS))
+    kinds = st.sampled_from(list(sources.VIEWS))
+    views = [st.builds(view, st.integers(0, most), kinds, places, places) for most in (0, 1, 2)]
+    one = st.builds(again, st.sampled_from(sources.OBJECTS))
+    wrapped = st.builds(tensor, wrap=st.sampled_from(USUAL_WRAPS))
     leaves = st.one_of(_NOTHING, *views, one, wrapped, st.builds(value, plain_values()))
     return state_trees(leaves, max_leaves=max_leaves, opaque=opaque)
 
@@ -138,8 +119,8 @@ def sources_of(drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Source]:
     # Leaves that were built one by one would each count their elements from 1, and would not print as code.
     if branches := getattr(drawn, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
         return st.one_of(*map(sources_of, branches))
-    sources: st.SearchStrategy[Any] = getattr(drawn, "sources", drawn)
-    return sources.map(lambda leaf: leaf if isinstance(leaf, Source) else value(leaf))
+    found: st.SearchStrategy[Any] = getattr(drawn, "sources", drawn)
+    return found.map(lambda leaf: leaf if isinstance(leaf, Source) else value(leaf))
 
 
 def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
@@ -156,23 +137,30 @@ def plain_values() -> st.SearchStrategy[Any]:
     )
 
 
+def _check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
+    """Refuse what is no sequence of some values, or an empty one: at once, and not when something is drawn."""
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given or set(given) - set(allowed):
+        msg = f"{name}: expected a list or tuple of some of {', '.join(map(repr, allowed))}, got {given!r}."
+        raise ValueError(msg)
+
+
 def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
-    if isinstance(dtypes, str):
-        check_some_of("dtypes", [dtypes], ["training"])
+    if dtypes == "training":
         return TRAINING_DTYPES
-    check_some_of("dtypes", dtypes, DTYPES)
+    _check_some_of("dtypes", dtypes, DTYPES)
+    assert not isinstance(dtypes, str)
     return dtypes
 
 
-def _built(sources: st.SearchStrategy[Source]) -> st.SearchStrategy[Any]:
+def _built(drawn: st.SearchStrategy[Source]) -> st.SearchStrategy[Any]:
     @st.composite
     def built(draw: st.DrawFn) -> Any:
-        body = code(draw(sources))
-        note(module(body))
-        return run(body)
+        body = sources.code(draw(drawn))
+        note(sources.module(body))
+        return sources.run(body)
 
     strategy = built()
-    vars(strategy)["sources"] = sources
+    vars(strategy)["sources"] = drawn
     return strategy
 
 
@@ -194,7 +182,7 @@ def _holding(
     keys = st.one_of(*usual, st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
     drawn = draw(st.lists(keys, min_size=count, max_size=count, unique=True)) if kind in MAPPINGS else ()
     named: dict[str, Source] = {}
-    if children is not None and kind in WITH_ATTRIBUTES:
+    if children is not None and kind in sources.WITH_ATTRIBUTES:
         named = draw(st.dictionaries(st.sampled_from(["_metadata", "extra", "a"]), children, max_size=2))
     return node(kind, held, drawn, **named)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import needing_hypothesis, refuse
 from statetree.testing.pace import units
 from statetree.testing.rank_calls import run_ranks
 from statetree.testing.sources import module, run, smallest
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
     from statetree.testing.laws import Law, Transform
 
-#: What a law says of one state; of several ranks, the first of these that one says.
-FAILS, HANGS, REFUSED, SAYS_NOTHING, HOLDS = OUTCOMES = ("fails", "hangs", "refused", "says nothing", "holds")
+#: What a law says of one state, or the check for a fault; of several ranks, the first of these that one says.
+FAILS, HANGS, REFUSES, SAYS_NOTHING, PASSES = OUTCOMES = ("FAILS", "hangs", "refuses", "says nothing", "passes")
 _ANSWERS = {True: "yes", False: "NO", None: "?"}
 
 
@@ -66,8 +65,30 @@ class Report:
         return "\n".join(lines)
 
 
-class _Refusal(Exception):
-    """What a transform raised."""
+class Refusal(Exception):
+    """What an implementation raised, and not what judges it."""
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that raises a ``Refusal`` where the given one raises anything."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise Refusal(f"{type(error).__name__}: {error}") from error
+
+    return called
+
+
+def on_ranks(world_size: int, call: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Say what a call found that every rank makes: its outcome, and what was said."""
+    try:
+        found = run_ranks(world_size, call, timeout=units(20), collective_timeout=units(2))
+    except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
+        return HANGS, str(error)
+    return min(found, key=lambda each: OUTCOMES.index(each[0]))
 
 
 def check_transform(
@@ -115,17 +136,17 @@ def check_transform(
         (True, False)
     """
     if not callable(fn):
-        refuse("check_transform: fn", "a function of a tree", fn, TypeError)
+        raise TypeError(f"check_transform: fn: expected a function of a tree, got {fn!r}.")
     world_sizes: list[int | None] = [None] if ranks is None else [ranks] if isinstance(ranks, int) else [*ranks]
     if ranks is not None and not (world_sizes and all(type(size) is int and size > 0 for size in world_sizes)):
-        refuse("check_transform: ranks", "a world size, or several, such as (1, 2)", ranks)
+        raise ValueError(f"check_transform: ranks: expected a world size, or several, such as (1, 2), got {ranks!r}.")
     chosen = [_known(law) for law in ((known.ALL if ranks is None else known.COLLECTIVE) if laws is None else laws)]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
-    with needing_hypothesis("check_transform"):
-        from statetree.testing.states import states_for
-    states = {size: states_for(size, examples, seed) for size in world_sizes}
-    report = Report(fn, tuple([_judged(law, fn, states) for law in chosen]))
+    from statetree.testing import states  # which needs hypothesis
+
+    tried = {size: states.states_for(size, examples, seed) for size in world_sizes}
+    report = Report(fn, tuple([_judged(law, fn, tried) for law in chosen]))
     if laws is not None and not report:
         raise AssertionError(str(report))
     return report
@@ -135,7 +156,8 @@ def _known(law: Any) -> Law:
     found: Any = law if isinstance(law, known.Law) else getattr(known, str(law), None)
     if not isinstance(found, known.Law):
         names = ", ".join(each.name for each in known.ALL)
-        refuse("check_transform: laws", f"laws, or names of some ({names}, and others)", law)
+        msg = f"check_transform: laws: expected laws, or names of some ({names}, and others), got {law!r}."
+        raise ValueError(msg)  # noqa: TRY004 - it may well be a name
     return found
 
 
@@ -145,49 +167,31 @@ def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]])
     refusal = ""
     for world_size, some in states.items():
         for state in some:
-            found, said = _outcome(law, transform, state, world_size)
+            call = functools.partial(outcome, law, transform, state)
+            found, said = call() if world_size is None else on_ranks(world_size, call)
             counts[found] += 1
-            refusal = refusal or (said if found == REFUSED else "")
+            refusal = refusal or (said if found == REFUSES else "")
             if found in (FAILS, HANGS):
                 small = state  # those with ranks are small already
                 if world_size is None:
                     small = smallest(state, lambda other: outcome(law, transform, other)[0] == FAILS)
                 said = said if small is state else outcome(law, transform, small)[1]
                 source = snippet(law, transform, small, world_size)
-                return Verdict(law, False, counts[HOLDS], counts[REFUSED], said, source)  # noqa: FBT003 - it is named
-    return Verdict(law, True if counts[HOLDS] else None, counts[HOLDS], counts[REFUSED], refusal)
-
-
-def _outcome(law: Law, transform: Transform, state: str, world_size: int | None) -> tuple[str, str]:
-    """Say whether a law holds for a state, and what was said."""
-    if world_size is None:
-        return outcome(law, transform, state)
-    try:
-        call = functools.partial(outcome, law, transform, state)
-        found = run_ranks(world_size, call, timeout=units(20), collective_timeout=units(2))
-    except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
-        return HANGS, str(error)
-    return min(found, key=lambda each: OUTCOMES.index(each[0]))
+                return Verdict(law, False, counts[PASSES], counts[REFUSES], said, source)  # noqa: FBT003 - it is named
+    return Verdict(law, True if counts[PASSES] else None, counts[PASSES], counts[REFUSES], refusal)
 
 
 def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str, str]:
     """Say whether a law holds for a state."""
-
-    def guarded(tree: Any) -> Any:
-        try:
-            return transform(tree)
-        except Exception as error:
-            raise _Refusal(f"{type(error).__name__}: {error}") from error
-
     try:
-        law(guarded, functools.partial(run, state))
+        law(guarded(transform), functools.partial(run, state))
     except AssertionError as error:
         return FAILS, str(error)
-    except _Refusal as error:
-        return FAILS if law is known.accepts else REFUSED, str(error)
+    except Refusal as error:
+        return FAILS if law is known.accepts else REFUSES, str(error)
     except UnsupportedLeaf:  # of what the law does with a result
         return SAYS_NOTHING, ""
-    return HOLDS, ""
+    return PASSES, ""
 
 
 def snippet(law: Law, transform: Callable[..., Any], state: str, world_size: int | None = None) -> str:
