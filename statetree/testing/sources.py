@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Marks: the first of some new numbers, the number behind them, and what several places share, by its name.
 _FIRST, _BEHIND, _SHARED = "\x01", "\x02", "\x03"
-_MARKS = re.compile(f"({_FIRST}\\d+;|{_BEHIND}|{_SHARED}\\w+;)")
+_MARKS = re.compile(f"{_FIRST}\\d+;|{_BEHIND}|{_SHARED}\\w+;")
 #: How a tensor may lie in its storage. What a dtype or a shape cannot be is contiguous.
 GEOMETRIES = (
     *("contiguous", "transposed", "gaps", "inside", "expanded"),
@@ -210,25 +210,20 @@ def node(kind: str, children: Sequence[str] = (), keys: Sequence[Any] = (), **at
 
 def code(source: str) -> str:
     """Return the body of a function that makes the tree of a source."""
-    lines: list[str] = []
-    known: set[str] = set()
+    shared: dict[str, str] = {}
     number = 1
 
-    def written(text: str) -> str:
+    def written(mark: re.Match[str]) -> str:
         nonlocal number
-        out = []
-        for token in _MARKS.split(text):
-            mark, named = token[:1], token[1:-1]
-            out.append({_FIRST: str(number), _BEHIND: str(number), _SHARED: named}.get(mark, token))
-            if mark == _FIRST:
-                number += int(named)
-            elif mark == _SHARED and named not in known:
-                known.add(named)
-                lines.append(f"{named} = {written(SHARED[named])}")
-        return "".join(out)
+        kind, named, first = mark[0][0], mark[0][1:-1], str(number)
+        if kind == _FIRST:
+            number += int(named)
+        elif kind == _SHARED and named not in shared:
+            shared[named] = _MARKS.sub(written, SHARED[named])
+        return named if kind == _SHARED else first
 
-    returned = written(source)
-    return "\n".join([*lines, f"return {returned}"])
+    returned = _MARKS.sub(written, source)
+    return "\n".join([*(f"{name} = {made}" for name, made in shared.items()), f"return {returned}"])
 
 
 def run(body: str) -> Any:
