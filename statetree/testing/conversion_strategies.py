@@ -40,7 +40,7 @@ class DrawnConversion(NamedTuple):
     sizes: dict[str, int]
     left: dict[str, Any]
     right: dict[str, Any]
-    patterns: Sequence[tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor], dict[str, int]]]
+    patterns: list[tuple[str, list[torch.Tensor], list[torch.Tensor], dict[str, int]]]
 
     @property
     def conversion(self) -> Conversion:
@@ -56,30 +56,22 @@ def conversions(draw: st.DrawFn, *, max_rules: int = 3) -> DrawnConversion:
         draw: Given by hypothesis.
         max_rules: How many rules a conversion has at most.
     """
-    rules: list[Any] = []
-    sizes: dict[str, int] = {}
-    left: dict[str, Any] = {}
-    right: dict[str, Any] = {}
-    patterns: list[Any] = []
+    found = DrawnConversion([], {}, {}, {}, [])
     for number in range(draw(st.integers(1, max_rules))):
         kind = draw(st.sampled_from(["pattern", "pattern", "pattern", "names", "tied"]))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
         layers = draw(st.integers(1, 2))
         if kind == "pattern":
-            drawn = _Pattern(draw, f"r{number}", dtype, layers)
-            rules.append(drawn.rule)
-            sizes |= drawn.sizes
-            left, right = left | drawn.states[0], right | drawn.states[1]
-            patterns += drawn.rows
+            _Pattern(draw, f"r{number}", dtype, layers).add_to(found)
             continue
-        names = [f"b{number}.{{i}}.x", f"t{number}.{{i}}.y"] if kind == "tied" else [f"b{number}.{{i}}.x"]
-        rules.append((f"a{number}.{{i}}.w", names) if kind == "tied" else (f"a{number}.{{i}}.w", names[0]))
+        names = [f"b{number}.{{i}}.x", f"t{number}.{{i}}.y"][: 2 if kind == "tied" else 1]
+        found.rules.append((f"a{number}.{{i}}.w", names if kind == "tied" else names[0]))
         for layer in range(layers):
             leaf = _elements((2, 3), dtype, 100 * number + 10 * layer)
-            left[f"a{number}.{layer}.w"] = leaf
-            right |= {name.format(i=layer): leaf for name in names}
-    note(f"{rules}, sizes={sizes}")
-    return DrawnConversion(rules, sizes, left, right, patterns)
+            found.left[f"a{number}.{layer}.w"] = leaf
+            found.right.update({name.format(i=layer): leaf for name in names})
+    note(f"{found.rules}, sizes={found.sizes}")
+    return found
 
 
 def _elements(shape: Sequence[int], dtype: torch.dtype, first: int) -> torch.Tensor:
@@ -103,29 +95,32 @@ class _Pattern:
         along = [draw(st.sampled_from([None, None, *self._common])) for _ in range(2)]
         if along[0] == along[1]:
             along[0] = None
-        self.sizes = {
+        self._sizes = {
             axis: draw(st.sampled_from([1, 2, 3] if axis in along else [1, 2, 3, 1, 2, 3, 0]))  # there are leaves
             for axis in (*self._common, *sorted({*chain.from_iterable(self._own)}))
         }
-        sides = list(map(self._side, along))
-        stacked = [list(map(self._text, side)) for side in sides]
-        texts = [[text.removeprefix(f"{axis} ") for text in side] for axis, side in zip(along, stacked, strict=True)]
-        names = [
-            [f"{name}{letter}{number}.{{i}}" + (f".{{{axis}}}" if axis else "") for number in range(len(side))]
-            for letter, side, axis in zip("lr", sides, along, strict=True)
-        ]
-        self.rule = (*(own[0] if len(own) == 1 else own for own in names), " -> ".join(map(", ".join, texts)))
-        self.states: list[dict[str, Any]] = [{}, {}]
-        self.rows: list[Any] = []
-        for layer in range(layers):
-            shapes = [[self.sizes[axis] for axis in (*self._common, *own)] for own in self._own]
-            blocks = [_elements(shape, dtype, 1000 * layer + 100 * number) for number, shape in enumerate(shapes)]
-            whole = [[self._laid_out(*tensor, blocks) for tensor in side] for side in sides]
-            self.rows.append((" -> ".join(map(", ".join, stacked)), *whole, self.sizes))
-            for state, axis, paths, tensors in zip(self.states, along, names, whole, strict=True):
+        self._name, self._dtype, self._layers, self._along = name, dtype, layers, along
+        self._sides = list(map(self._side, along))
+
+    def add_to(self, found: DrawnConversion) -> None:
+        """Add the rule to a conversion, and to its states what the rule takes to each other."""
+        stacked = [list(map(self._text, side)) for side in self._sides]
+        texts, names = [], []
+        for letter, axis, own in zip("lr", self._along, stacked, strict=True):
+            texts.append(", ".join(text.removeprefix(f"{axis} ") for text in own))
+            names.append([f"{self._name}{letter}{n}.{{i}}" + (f".{{{axis}}}" if axis else "") for n in range(len(own))])
+        found.rules.append((*(own[0] if len(own) == 1 else own for own in names), " -> ".join(texts)))
+        found.sizes.update(self._sizes)
+        for layer in range(self._layers):
+            shapes = [[self._sizes[axis] for axis in (*self._common, *own)] for own in self._own]
+            blocks = [_elements(shape, self._dtype, 1000 * layer + 100 * n) for n, shape in enumerate(shapes)]
+            left, right = ([self._laid_out(*tensor, blocks) for tensor in side] for side in self._sides)
+            found.patterns.append((" -> ".join(map(", ".join, stacked)), left, right, self._sizes))
+            whole = zip((found.left, found.right), self._along, names, (left, right), strict=True)
+            for state, axis, paths, tensors in whole:
                 for path, tensor in zip(paths, tensors, strict=True):
                     leaves = [({}, tensor)] if axis is None else [({axis: n}, leaf) for n, leaf in enumerate(tensor)]
-                    state |= {path.format(i=layer, **index): leaf.clone() for index, leaf in leaves}
+                    state.update({path.format(i=layer, **index): leaf.clone() for index, leaf in leaves})
 
     def _side(self, along: str | None) -> list[tuple[list[int], list[list[str]]]]:
         """Draw the tensors of a side."""
@@ -161,7 +156,7 @@ class _Pattern:
             places = [self._own[number] if axis == _OWN else [axis] for axis in order]
             axes = [*self._common, *self._own[number]]
             block = blocks[number].permute([axes.index(axis) for axis in chain.from_iterable(places)])
-            parts.append(block.reshape([prod(self.sizes[axis] for axis in place) for place in places]))
+            parts.append(block.reshape([prod(self._sizes[axis] for axis in place) for place in places]))
         whole = torch.cat(parts, dim=order.index(_OWN))
         sizes = dict(zip(order, whole.shape, strict=True))
         return whole.reshape([prod(sizes[axis] for axis in dim) for dim in dims])
