@@ -72,7 +72,6 @@ class Refusal(Exception):
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that raises a ``Refusal`` where the given one raises anything."""
 
-    @functools.wraps(function)
     def called(*arguments: Any) -> Any:
         try:
             return function(*arguments)
