@@ -147,8 +147,9 @@ def _check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
 def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
     if dtypes == "training":
         return TRAINING_DTYPES
+    if isinstance(dtypes, str):
+        raise ValueError(f"dtypes: expected 'training', or a list or tuple of dtypes, got {dtypes!r}.")  # noqa: TRY004 - a word may be right
     _check_some_of("dtypes", dtypes, DTYPES)
-    assert not isinstance(dtypes, str)
     return dtypes
 
 
