@@ -81,7 +81,8 @@ def _pickled(value: Any, path: Path) -> bytearray:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    # Copied: until 3.12.3, garbage collection crashes where a cycle (of an error's frames) holds a view of a BytesIO.
+    # Copied: Python 3.12.1 crashes as it collects a cycle (an error's frames) that holds BytesIO's own buffer (cpython
+    # issue 111211).
     return bytearray(file.getbuffer())
 
 

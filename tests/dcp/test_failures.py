@@ -47,7 +47,7 @@ def test_a_full_disk_is_told(small_disk):
 
 
 def test_what_an_error_holds_can_be_collected(tmp_path, monkeypatch):
-    """Until Python 3.12.3, garbage collection crashes where a cycle of an error's frames holds a view of a BytesIO."""
+    """Python 3.12.1 crashes as it collects a cycle of an error's frames that holds BytesIO's own buffer."""
 
     def fail(*_):
         raise OSError(errno.EIO, "it is gone")
