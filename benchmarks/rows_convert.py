@@ -93,7 +93,8 @@ def into_other_ranks(state: State) -> list[Contender]:
             for key in ("qkv", "gate_up", "down"):
                 if rank < 2:
                     halves = {"qkv": (q, k, v), "gate_up": (w1, w3), "down": (w2,)}[key]
-                    fused = torch.cat([half for pair in zip(*(one.chunk(2) for one in halves)) for half in pair])  # noqa: B905
+                    pairs = zip(*(one.chunk(2) for one in halves), strict=True)
+                    fused = torch.cat([half for pair in pairs for half in pair])
                 else:
                     fused = torch.empty(shapes[f"{layer}.{key}"], dtype=torch.bfloat16)
                 dist.broadcast(fused, src=0)
@@ -162,7 +163,7 @@ def into_engine(state: State) -> list[Contender]:
         ours(lambda: st.reshard(TO_ENGINE(state.tree), like, in_place=True), holds),
         variant("statetree, prepared", prepared, holds),
         peer("gather, convert, slice", by_hand, holds),
-        _bare([round(MOVED * state.nbytes) * (rank != dist.get_rank()) for rank in range(mesh.size())]),
+        _bare([round(MOVED * state.nbytes / 2) * (rank != dist.get_rank()) for rank in range(mesh.size())]),
     ]
 
 

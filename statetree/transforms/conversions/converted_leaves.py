@@ -48,6 +48,12 @@ class LeafPlan(NamedTuple):
         """The leaves that it comes from."""
         return list(dict.fromkeys(leaf for leaf, _ in self.blocks))
 
+    @property
+    def which_empty(self) -> Place | None:
+        """Which of several leaves of the rule it is, if it has no elements: its blocks do not tell, being all alike."""
+        is_one_of_several = self.place[0][1] or len(self.rule.target) > 1
+        return self.place[0] if is_one_of_several and 0 in (self.shape or ()) else None
+
 
 class LeafMaker:
     """Makes leaves of those of a tree."""
@@ -143,9 +149,7 @@ class LeafMaker:
         made: dict[Any, Any] = {}
         result = []
         for plan in plans:
-            # All blocks of a tensor without elements are alike: which of the rule's leaves it is tells them apart.
-            which = plan.place[0] if 0 in (plan.shape or ()) else None
-            key = (plan.shape, which, *((self._place(leaf), block) for leaf, block in plan.blocks))
+            key = (plan.shape, plan.which_empty, *((self._place(leaf), block) for leaf, block in plan.blocks))
             if key not in made:
                 made[key] = self._made(plan)
             leaf, copy = made[key]
@@ -165,8 +169,7 @@ class LeafMaker:
         first = self._leaves[plan.sources[0]]
         only = plan.blocks[0][1] if len(plan.blocks) == 1 else None
         is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
-        if 0 in (plan.shape or ()) and (plan.place[0][1] or len(plan.rule.target) > 1) and not _is_spread(first):
-            is_same = False  # one of several leaves that are made of one
+        is_same = is_same and (plan.which_empty is None or _is_spread(first))
         if is_stored(first) and (not is_same or self._unlike(plan)):
             return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
         if not is_same and _is_spread(first):
