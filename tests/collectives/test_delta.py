@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
@@ -198,3 +198,22 @@ def deltas_are_broadcast():
 )
 def test_on_ranks(check, world_size):
     run_ranks(world_size, check)
+
+
+def save_delta_of_shards(folder):
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    before, after = torch.arange(8.0), torch.arange(8.0)
+    after[[0, 5, 6]] += 100
+    base, new = ({"w": distribute_tensor(whole, mesh, [Shard(0)])} for whole in (before, after))
+    change = statetree.delta(new, base)
+    alone = [dist.new_group([each]) for each in (0, 1)][rank]
+    statetree.save(change, f"{folder}/{rank}", group=alone)
+    statetree.save(statetree.reshard(change, statetree.gather(base)), f"{folder}/whole")
+    whole = {"w": before.clone()}
+    statetree.apply_delta(statetree.load(f"{folder}/{rank}", group=alone), base)
+    statetree.apply_delta(statetree.load(f"{folder}/whole"), whole)
+    return bool(statetree.similarity(base, new)), torch.equal(whole["w"], after)
+
+
+def test_deltas_of_shards_are_saved_as_the_page_says(tmp_path):
+    assert run_ranks(2, save_delta_of_shards, str(tmp_path)) == [(True, True)] * 2

@@ -90,6 +90,11 @@ def test_parts_of_a_tensor_without_elements_are_not_tied():
     assert turned["0.t"] is turned["1.t"]
 
 
+def test_the_root_is_named():
+    with pytest.raises(st.TreeMismatch, match=r"rules do not fit at <root>: expected one that takes it"):
+        st.Conversion([("x", "y", "a b -> b a")])(torch.ones(2, 3))
+
+
 @given(conversions(), hyp.sampled_from(["a.safetensors", "a.pt"]))
 def test_stored_leaves_are_read_as_they_are_converted(drawn, name):
     with tempfile.TemporaryDirectory() as folder:

@@ -287,3 +287,12 @@ def test_a_process_forked_meanwhile_copies_too():
     finally:
         going_on.set()
         other.join()
+
+
+def test_a_page_shows_tensors_without_memory_of_their_own(tmp_path):
+    def call(x):
+        st.to_html({"x": x}, tmp_path / "page.html")
+        return x
+
+    torch.func.vmap(call)(torch.ones(2, 3))
+    assert "x" in (tmp_path / "page.html").read_text()
