@@ -80,6 +80,7 @@ class Timing:
         nbytes: See there.
         peaks: How many bytes of memory it took at most beside what was there before; one figure for each rank.
         sent: How many bytes each rank sent.
+        faults: How many page faults each sample took, where these were counted.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Timing:
     nbytes: int | None = None
     peaks: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def _line(result: Result, timing: Timing) -> str:
         f"  {name:32}{_short(facts['us_per_leaf']):>9}  {spread:^15}  {facts['median_s'] * 1e3:>8.2f}  "
         f"{rate:>6}  {facts['times_ours']:>7.2f}"
     )
-    return line + _by_rank("peak memory", timing.peaks) + _by_rank("sent", timing.sent)
+    faults = f"\n{'':4}page faults: {statistics.median(timing.faults):,.0f}" if timing.faults else ""
+    return line + _by_rank("peak memory", timing.peaks) + _by_rank("sent", timing.sent) + faults
 
 
 def _by_rank(what: str, counts: Sequence[int]) -> str:
@@ -105,6 +107,7 @@ def _contender(result: Result, timing: Timing) -> dict[str, Any]:
         "times_ours": _rounded(timing.median / result.ours),
         "peak_bytes": timing.peaks,
         "sent_bytes": timing.sent,
+        **({"page_faults": statistics.median(timing.faults)} if timing.faults else {}),
     }
 
 

@@ -13,7 +13,7 @@ from benchmarks.checks import holds_values_of, is_copy_of, is_like
 from benchmarks.measure import Contender, floor, ours, peer
 from benchmarks.peers import copy_state_dict, create_cpu_state_dict, foreach_clone, foreach_copy_, tensor_dict
 from benchmarks.rows import Row, faster, share
-from benchmarks.states import State, few_large, many_small, of_1_5_mb, of_3_mb, training_state, zeros_like
+from benchmarks.states import State, few_large, many_small, training_state, zeros_like
 
 
 def copy_into(state: State) -> list[Contender]:
@@ -112,9 +112,5 @@ ROWS = (
     ),
     Row("allocate_like", "allocate_like", training_state, allocate_like, moves_bytes=False),
     Row("offload", "offload", many_small, offload_flat),
-    *(
-        Row("offload", "offload", state, offload_flat, (faster("copy.deepcopy", 1),), rounds=11)
-        for state in (few_large, of_3_mb, of_1_5_mb)
-    ),
     Row("offload", "offload", training_state, offload),
 )

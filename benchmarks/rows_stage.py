@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import mmap
 import shutil
 import subprocess
 import sys
@@ -20,17 +19,19 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 
 import statetree as st
 from benchmarks.checks import is_copy_of
+from benchmarks.fresh import FreshRow
 from benchmarks.measure import Contender, floor, ours, peer, variant
-from benchmarks.peers import StateDictStager, foreach_copy_
-from benchmarks.rows import Row, faster, memory_within, share
+from benchmarks.peers import StateDictStager, foreach_clone, foreach_copy_
+from benchmarks.rows import Aim, Row, faster, memory_within, share, within
 from benchmarks.states import (
     State,
     few_large,
-    many_medium,
     many_small,
-    of_1_5_mb,
     of_3_mb,
     optimizer_state,
+    quarter_of_1_5_mb,
+    quarter_of_3_mb,
+    quarter_of_32_mb,
     training_state,
 )
 from statetree.dcp import AsyncStager
@@ -98,30 +99,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def for_the_first_time(state: State) -> list[Contender]:
-    """Stage with a new stager each time, so that its memory is new as well."""
+    """Stage with a new stager, and copy in other ways that take new memory."""
     copied = is_copy_of(state)
     sources = state.tensors
-
-    def copy_to_huge_pages(_: None) -> list[torch.Tensor]:
-        return _copy_to_huge_pages(sources)
-
     return [
         ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: with_fresh_heap(st.Stager())),
+        variant("statetree, offload", lambda _: st.offload(state.tree), copied, fresh=lambda: with_fresh_heap(None)),
         peer(
             "StateDictStager",
             lambda stager: stager.stage(state.tree),
             copied,
             fresh=lambda: with_fresh_heap(StateDictStager()),
         ),
-        peer(
-            "copy.deepcopy",
-            lambda _: copy.deepcopy(state.tree),
-            copied,
-            fresh=lambda: with_fresh_heap(None),
-        ),
+        peer("copy.deepcopy", lambda _: copy.deepcopy(state.tree), copied, fresh=lambda: with_fresh_heap(None)),
         floor(
-            "copy_ to huge pages",
-            copy_to_huge_pages,
+            "_foreach_clone",
+            lambda _: foreach_clone(sources),
             is_copy_of(State("", sources)),
             fresh=lambda: with_fresh_heap(None),
         ),
@@ -209,17 +202,8 @@ def with_fresh_heap(subject: T) -> T:
     return subject
 
 
-def _copy_to_huge_pages(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    nbytes = sum(tensor.nbytes for tensor in sources)
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = mmap.mmap(-1, nbytes)
-    else:  # shared memory, which is the default, is on small pages
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    pieces = torch.frombuffer(memory, dtype=torch.uint8).split([tensor.nbytes for tensor in sources])
-    targets = [piece.view(source.dtype).view_as(source) for piece, source in zip(pieces, sources, strict=True)]
-    foreach_copy_(targets, sources)
-    return targets
+def _never_slower(than: str) -> tuple[Aim, Aim]:
+    return within(1, than), within(1, than, "statetree, offload")
 
 
 ROWS = (
@@ -240,18 +224,16 @@ ROWS = (
     Row("stage", "stage again", optimizer_state, again_small),
     Row("stage", "stage again", training_state, again_small),
     *(
-        Row(
+        FreshRow(
             "first",
             "first stage",
             state,
             for_the_first_time,
-            (faster("StateDictStager", 1), faster("copy.deepcopy", 1)),
-            rounds=11,
+            (*_never_slower("StateDictStager"), *_never_slower("copy.deepcopy")),
+            rounds=7,
         )
-        for state in (few_large, of_3_mb, of_1_5_mb)
+        for state in (quarter_of_32_mb, quarter_of_3_mb, quarter_of_1_5_mb, many_small)
     ),
-    Row("first", "first stage", many_medium, for_the_first_time),
-    Row("first", "first stage", many_small, for_the_first_time),
     Row("background", "start to stage in the background", many_small, in_the_background, moves_bytes=False),
     Row("background", "start to stage in the background", few_large, in_the_background, moves_bytes=False),
     Row(

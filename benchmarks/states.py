@@ -73,11 +73,6 @@ def many_small(scale: float) -> State:
     return _flat(10_000, KB, scale)
 
 
-def many_medium(scale: float) -> State:
-    """10,000 tensors of 100 KB in a flat dict: as many bytes as ``few_large``, in pieces of an ordinary size."""
-    return _flat(10_000, 100 * KB, scale)
-
-
 def few_large(scale: float) -> State:
     """32 tensors of 32 MB in a flat dict: what a byte costs."""
     tensors = _tensors(32, max(int(32 * MB * scale), 64))
@@ -90,9 +85,19 @@ def of_3_mb(scale: float) -> State:
     return _flat(341, 3 * MB, scale)
 
 
-def of_1_5_mb(scale: float) -> State:
-    """683 tensors of 1.5 MB in a flat dict: a gigabyte in tensors that are smaller than a huge page."""
-    return _flat(683, 3 * MB // 2, scale)
+def quarter_of_32_mb(scale: float) -> State:
+    """8 tensors of 32 MB in a flat dict: 256 MB."""
+    return _flat(8, 32 * MB, scale)
+
+
+def quarter_of_3_mb(scale: float) -> State:
+    """85 tensors of 3 MB in a flat dict: 256 MB in tensors of one huge page and a half."""
+    return _flat(85, 3 * MB, scale)
+
+
+def quarter_of_1_5_mb(scale: float) -> State:
+    """171 tensors of 1.5 MB in a flat dict: 256 MB in tensors that are smaller than a huge page."""
+    return _flat(171, 3 * MB // 2, scale)
 
 
 def nested(scale: float) -> State:

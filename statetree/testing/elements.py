@@ -18,12 +18,13 @@ DTYPES = (
     *(torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     torch.float4_e2m1fn_x2,
 )
-#: Which elements a tensor may have. What a dtype has none of is ``counted``; of integers, others are ``precise``.
+#: Which elements a tensor may have. What a dtype has none of is ``counted``; of integers, others but ``infinite`` are
+#: ``precise``.
 #:
 #: - ``counted``: small whole numbers. Almost every conversion keeps these.
 #: - ``precise``: they need all bits of the mantissa; integers that float32 or float64 rounds.
 #: - ``zeros``: negative zero, then negative subnormals.
-#: - ``infinite``: infinity, then the largest finite numbers.
+#: - ``infinite``: infinity, then the largest finite numbers. Of integers, the largest and the smallest ones.
 #: - ``nan``: quiet NaNs, each with another payload. (Of dtypes of 16 bits they are ``precise``: torch negates these by
 #:   way of float32, which loses payloads.)
 ELEMENTS = ("counted", "precise", "zeros", "infinite", "nan")
@@ -35,5 +36,6 @@ HARD_TO_KEEP = (
 #: More of these, which the first states show once, and generated states as often as any other.
 HARD_TO_KEEP_TOO = (
     *((dtype, "precise") for dtype in (torch.int16, torch.uint8)),
+    *((dtype, "infinite") for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16)),
     *itertools.product((torch.complex64, torch.complex128), ("precise", "zeros")),
 )

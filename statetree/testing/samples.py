@@ -19,6 +19,11 @@ _LAST_EXACT = {
     **dict.fromkeys((torch.int16, torch.uint16), 11),
     torch.uint8: 7,
 }
+#: The smallest and the largest integers, as bits of int64.
+_ENDS = {
+    dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32)
+} | {torch.uint64: (0, -1)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WITH_PAYLOADS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -103,6 +108,9 @@ def numbered(first: int, shape: Sequence[int], dtype: torch.dtype, elements: str
     if dtype.is_complex:
         real = dtype.to_real()
         return torch.complex(numbered(first, shape, real, elements), numbered(first, shape, real) + 0.5)
+    if elements == "infinite" and dtype in _ENDS:
+        (smallest, largest), steps = _ENDS[dtype], numbers - first
+        return torch.where(steps % 2 == 0, largest - steps // 2, smallest + steps // 2).to(dtype)
     if elements != "counted" and dtype in _LAST_EXACT:
         return torch.add(numbers * 2, 2 ** _LAST_EXACT[dtype] + 1).to(dtype)
     if elements == "counted" or dtype not in _WITH_PAYLOADS:

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import instructions, memory, plots, readme, rows, rows_gpu
+from benchmarks import instructions, memory, plots, readme, report, rows, rows_gpu
 from benchmarks.__main__ import _renewed, main
 from benchmarks.catalogue import GROUPS, ROWS
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
+from benchmarks.fresh import FreshRow
 from benchmarks.machine import Bystanders
 from benchmarks.measure import Budget, Timing, WrongResult, floor, measure, ours, peak, peer
 from benchmarks.ranks import RankRow, measure_here, sends_alike, sends_one_model, takes_at_most
@@ -378,7 +379,37 @@ class TestMemory:
         assert rows.memory_per_leaf(1).value(result) is None
 
 
-# Ranks make what they measure themselves, so it must be found by its name.
+# Processes make what they measure themselves, so it must be found by its name.
+def once_a_process(_):
+    """A contender that is right only the first time in its process, and then takes 200 MB."""
+    calls = []
+
+    def run():
+        calls.append(None)
+        return calls, torch.ones(200 << 20, dtype=torch.uint8)
+
+    return [ours(list, right), peer("once", run, lambda result: len(result[0]) == 1)]
+
+
+def always_wrong(_):
+    return [ours(list, lambda result: result == 1)]
+
+
+class TestFreshRow:
+    def test_each_sample_is_the_first_in_its_process_and_its_faults_are_counted(self):
+        result = FreshRow("group", "work", two_tensors, once_a_process).measure(1.0, TWICE)
+        mine, other = result.timings
+        assert [len(timing.samples) for timing in result.timings] == [2, 2]
+        assert min(other.faults) > max(mine.faults)
+        (_, cells) = report.as_json([result])[0]["contenders"]
+        assert cells["page_faults"] == sum(other.faults) / 2
+        assert "page faults: " in report.block(result)
+
+    def test_a_wrong_result_is_refused(self):
+        with pytest.raises(WrongResult, match="statetree: the result is wrong"):
+            FreshRow("group", "work", two_tensors, always_wrong).measure(1.0, ONCE)
+
+
 def sleepy(_):
     """Ranks that take longer the higher they are."""
     seconds = 0.02 * (1 + dist.get_rank())

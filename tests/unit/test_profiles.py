@@ -83,6 +83,7 @@ def test_what_phases_consist_of_exists_once(function):
 SEEN = {
     "stage again": {"flatten", "checks", "bytes", "rebuild"},
     "first stage": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild"},
+    "first stage, offload": {"flatten", "checks", "allocation", "bytes", "rebuild"},
     "ten saves": {"flatten", "checks", "bytes", "rebuild", "archives", "waiting"},
     "copy_into": {"flatten", "checks", "bytes", "rebuild"},
     "allocate_like": {"flatten", "checks", "allocation", "rebuild"},
@@ -147,6 +148,7 @@ def test_each_contender_with_a_time_to_reach_has_a_profile():
         assert {contender for profiled, contender in profiles.PROFILED if profiled is row} == timed
     assert {contender for _, contender in profiles.PROFILED} == {
         "statetree",
+        "statetree, offload",
         "statetree, prepared",
         "statetree, prepared, in_place",
         "statetree, verify=False",

@@ -15,6 +15,10 @@ def through(dtype, other):
     return lambda leaf: leaf.to(other).to(dtype) if leaf.dtype is dtype else leaf
 
 
+def clamped(dtype, **ends):
+    return lambda leaf: leaf.clamp(**ends) if leaf.dtype is dtype else leaf
+
+
 def without_sign_of_zero(leaf):
     return torch.where(leaf == 0, torch.zeros_like(leaf), leaf) if leaf.dtype in FLOATS else leaf
 
@@ -37,6 +41,14 @@ RARER = {
     "sign of zero in complex64": lambda leaf: leaf + 0 if leaf.dtype is torch.complex64 else leaf,
     "uint8 through int8": lambda leaf: leaf.clamp(max=127) if leaf.dtype is torch.uint8 else leaf,
     "int16 through int8": through(torch.int16, torch.int8),
+    "uint8 above 200": clamped(torch.uint8, max=200),
+    "int16 above 30,000": clamped(torch.int16, max=30_000),
+    "int16 below -30,000": clamped(torch.int16, min=-30_000),
+    "int32 above 2**30": clamped(torch.int32, max=2**30),
+    "int64 above 2**62": clamped(torch.int64, max=2**62),
+    "uint16 in int16's range": lambda leaf: (
+        leaf.int().clamp(max=32767).to(torch.uint16) if leaf.dtype is torch.uint16 else leaf
+    ),
 }
 LOSSY = pytest.mark.parametrize("loss", [pytest.param(loss, id=name) for name, loss in LOSSES.items()])
 
