@@ -122,17 +122,16 @@ class DataFiles:
         whole = self._entry(index, verify=False)
         if verify and whole.length <= _SMALL_BYTES:
             whole = whole.in_memory()
-        if whole.read(0, len(archive.head), "its beginning") != archive.head:
-            return None
         place = whole.part(len(archive.head), archive.nbytes, f"the entry {index.key!r}")
-        if verify and whole.is_held and stored.checksum is not None:
-            if whole.checksum(0, whole.length) != stored.checksum:
-                return None
-        elif verify:
+        if verify and not (whole.is_held and stored.checksum is not None):
             found = archive.stated(whole)
             if found is None or (self.described.files is not None and found[1] != stored.checksum):
                 return None
             place = place.checked("the member 'archive/data/0'", found[0])
+        elif whole.read(0, len(archive.head), "its beginning") != archive.head or (
+            verify and whole.checksum(0, whole.length) != stored.checksum
+        ):
+            return None
         return StoredPiece(box, place, archive.stride)
 
     def _parsed(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from statetree.errors import check_later
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
 
@@ -244,7 +245,7 @@ class FileRange:
         part = self.part(start, length, entry)
         found = bytearray(length)
         part.fill(memoryview(found), 0)
-        self.files.check(self.path)
+        check_later(self.files.check, self.path)
         return bytes(found)
 
     def fill(self, view: memoryview, start: int) -> None:
