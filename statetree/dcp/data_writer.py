@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import io
 import os
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
+from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import as_bytes
 from statetree.torch_internals import as_copied, resolved
@@ -36,6 +39,8 @@ _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
 _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
+#: From so many bytes on there are two files: to wait for the disk takes a few milliseconds for each.
+_WORTH_BYTES: Final = 32 << 20
 #: How much is written at a time: what was read for its checksum is still in the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20
 
@@ -65,10 +70,19 @@ class DataWriter:
 
     def write(self, groups: Iterable[Sequence[Index]], tag: str = "") -> None:
         """Write each group of pieces into a file of its own."""
-        for number, indices in enumerate(groups):
-            self._write_file(f"__{self._rank}_{number}{tag}{_SUFFIX}", indices)
+        names = (f"__{self._rank}_{number}{tag}{_SUFFIX}" for number in count())
+        in_two_threads([self._writing(name, indices) for name, indices in zip(names, groups, strict=False)])
 
-    def _write_file(self, name: str, indices: Sequence[Index]) -> None:
+    def write_all(self) -> None:
+        """Write all pieces: into one file, or into two where two threads have enough to write."""
+        indices = sorted(self._pieces, key=lambda index: index.start is not None)  # values first, as DCP
+        ends = [*accumulate(self._pieces[index].nbytes for index in indices)]
+        is_worth = torch.get_num_threads() > 1 and ends and ends[-1] >= _WORTH_BYTES
+        half = bisect_left(ends, ends[-1] / 2) + 1 if is_worth else len(indices)
+        self.write([indices[:half], indices[half:]] if half < len(indices) else [indices])
+
+    def _writing(self, name: str, indices: Sequence[Index]) -> Iterator[None]:
+        """Write a file, a piece at each step."""
         path = self._directory / name
         path.unlink(missing_ok=True)  # never written over: others may be linked to it
         values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
@@ -78,6 +92,7 @@ class DataWriter:
                 source = PieceSource(self._pieces[index].data)
                 pieces.append(ManifestPiece(*index, at, source.length, source.write(file.fileno(), at)))
                 at += source.length
+                yield
             file.seek(at)
             file.write(end)
             os.fsync(file.fileno())

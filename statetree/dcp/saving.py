@@ -242,7 +242,7 @@ class StateSave:
         if self._options.incremental:
             writer.link_or_write(self._options.base)
         else:
-            writer.write([indices])
+            writer.write_all()
         check_now()  # the files that elements came from: what is not whole gets no metadata
         return writer.files
 

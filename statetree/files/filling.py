@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.files.stored import OutOfRange
+from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
@@ -18,7 +18,7 @@ from statetree.torch_internals import is_functional, is_transformed, is_zero_ten
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from statetree.chunks.boxes import Box
     from statetree.files.stored import StoredTensor
@@ -80,31 +80,16 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
 
 def _read_each(verb: str, targets: Sequence[Target]) -> None:
     """Fill tensors: large ones by two threads, of which one reads while the other sums up what it has read."""
+
+    def reading(target: Target) -> Iterator[None]:
+        yield target.read(verb, target.tensor)
+
     large = [t for t in targets if t.tensor.nbytes >= _LARGE_BYTES and t.tensor.device.type == "cpu"]
-    shared = {id(target) for target in large} if len(large) > 1 and torch.get_num_threads() > 1 else set()
+    shared = set(map(id, large))
     for target in targets:
         if id(target) not in shared:
             target.read(verb, target.tensor)
-    if not shared:
-        return
-    pending, failed = iter(large), False
-
-    @quietly
-    def read() -> None:
-        nonlocal failed
-        try:
-            for target in pending:  # which both threads take from
-                if failed:
-                    return
-                target.read(verb, target.tensor)
-        except BaseException:
-            failed = True
-            raise
-
-    with ThreadPoolExecutor(1) as executor:
-        other = executor.submit(read)
-        read()
-    other.result()
+    in_two_threads(list(map(reading, large)))
 
 
 def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:

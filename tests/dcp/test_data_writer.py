@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 import zlib
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint
 
 import statetree as st
+from statetree.dcp import data_writer
 from statetree.dcp.data_writer import PieceSource
 from statetree.dcp.file_manifest import ManifestPiece
 from statetree.files import strided_reading
@@ -167,3 +169,54 @@ def test_what_is_made_of_stored_tensors_is_made_a_bucket_at_a_time(kind, tmp_pat
     plain = {key: torch.empty_like(leaf) for key, leaf in st.to_flat(expected)[0].items()}
     torch.distributed.checkpoint.load(plain, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert st.similarity(plain, st.to_flat(expected)[0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestTwoFiles:
+    """A state that is worth two threads is written into two files."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(data_writer, "_WORTH_BYTES", 64)
+
+    @pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (100, 1), (1, 100), (100,), (0, 0, 0), (1, 1, 0, 30)])
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_hold_what_plain_dcp_and_we_read(self, sizes, threads, tmp_path, own_threads):
+        own_threads(threads)
+        state = {f"w{number}": torch.arange(float(size)) + number for number, size in enumerate(sizes)}
+        st.save({**state, "step": 3}, tmp_path / "a")
+        files = sorted(path.name for path in (tmp_path / "a").glob("*.distcp"))
+        assert files == [f"__0_{number}.distcp" for number in range(threads)]
+        loaded = {name: torch.full_like(value, -1) for name, value in state.items()}
+        torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "a", no_dist=True)
+        assert bool(st.similarity(loaded, state))
+        assert bool(st.similarity(st.load(tmp_path / "a"), {**state, "step": 3}))
+
+    def test_an_error_in_one_ends_the_other_before_its_next_piece(self, tmp_path, monkeypatch, own_threads):
+        own_threads(2)
+        begun, released = [], threading.Event()
+        write = PieceSource.write
+
+        def failing(source, handle, at):
+            name = threading.current_thread().name
+            begun.append(name)
+            if name == "MainThread":
+                released.wait(10)
+            elif begun.count(name) == 2:
+                released.set()
+                raise OSError(28, "No space left on device")
+            return write(source, handle, at)
+
+        monkeypatch.setattr(PieceSource, "write", failing)
+        with pytest.raises(st.StateTreeError, match="No space left"):
+            st.save({str(number): torch.ones(4000) for number in range(40)}, tmp_path / "a")
+        assert begun.count("MainThread") <= 2
+        assert not (tmp_path / "a").exists()
+
+
+@pytest.fixture
+def own_threads():
+    """A function that says how many threads torch uses, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,71 +1,83 @@
-"""Large tensors are filled by two threads: what one of them meets is raised, and no byte is another file's."""
+"""Jobs of several steps in two threads, which stop together."""
 
-from __future__ import annotations
-
+import _thread
 import threading
 
 import pytest
 import torch
 
-import statetree as st
-from statetree.files import filling, ranges
-
-NUMEL = 100_000  # 400 kB
-
-
-def state(count):
-    return {f"p{index}": torch.arange(NUMEL, dtype=torch.int32) + NUMEL * index for index in range(count)}
+from statetree.files.two_threads import in_two_threads
 
 
 @pytest.fixture(autouse=True)
-def several_threads():
+def two_for_torch():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-def counted_threads(monkeypatch):
-    seen = set()
-    original = filling.Target.read
-    monkeypatch.setattr(
-        filling.Target, "read", lambda self, *args: (seen.add(threading.get_ident()), original(self, *args))[1]
-    )
-    return seen
+def steps(done, *names):
+    for name in names:
+        done.append(name)
+        yield
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
-def test_two_threads_read_what_was_saved(name, tmp_path, monkeypatch):
-    st.save(state(40), tmp_path / name)
-    threads = counted_threads(monkeypatch)
-    loaded = st.load(tmp_path / name, state(40))
-    assert all(torch.equal(loaded[key], value) for key, value in state(40).items())
-    assert 1 <= len(threads) <= 2
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_step_is_done_once_and_those_of_a_job_in_order(count, threads):
+    torch.set_num_threads(threads)
+    done = []
+    in_two_threads([steps(done, (job, 0), (job, 1), (job, 2)) for job in range(count)])
+    assert sorted(done) == [(job, step) for job in range(count) for step in range(3)]
+    assert [step for step in done if step[0] == 0] == sorted(step for step in done if step[0] == 0)
 
 
-def test_files_that_one_thread_closes_are_opened_again_by_the_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "_MAX_OPEN", 2)
-    st.save(state(30), tmp_path / "a.safetensors", shard_bytes=1)
-    for _ in range(5):
-        loaded = st.load(
-            tmp_path / "a.safetensors.index.json", {key: torch.zeros_like(t) for key, t in state(30).items()}
-        )
-        assert all(torch.equal(loaded[key], value) for key, value in state(30).items())
+def test_two_threads_work_at_the_same_time():
+    meet = threading.Barrier(2, timeout=10)
+    in_two_threads([(meet.wait() for _ in "a"), (meet.wait() for _ in "a")])
 
 
-@pytest.mark.parametrize("index", [0, 1, 6, 7])
-def test_a_flipped_bit_is_found_by_either_thread(index, tmp_path):
-    st.save(state(8), tmp_path / "a")
-    (path,) = (tmp_path / "a").glob("*.distcp")
-    data = bytearray(path.read_bytes())
-    data[data.index(state(8)[f"p{index}"].numpy().tobytes()) + 1000] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(st.CheckpointError, match=f"p{index}"):
-        st.load(tmp_path / "a", state(8))
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["this thread", "the other"])
+def test_after_an_error_no_further_step_begins(error, where):
+    here, both, failed, begun = threading.get_ident(), threading.Barrier(2, timeout=10), threading.Event(), []
+
+    def job():
+        both.wait()  # each thread has one
+        if (threading.get_ident() == here) == (where == "this thread"):
+            failed.set()
+            raise error("it failed")
+        failed.wait(10)
+        yield
+        for step in range(1_000_000):
+            begun.append(step)
+            yield
+
+    with pytest.raises(error, match="it failed"):
+        in_two_threads([job(), job(), steps(begun, "later")])
+    count = len(begun)
+    assert "later" not in begun
+    assert threading.active_count() == 1 or len(begun) == count
 
 
-def test_values_out_of_range_are_named_by_path(tmp_path):
-    large = {f"p{index}": torch.full((NUMEL,), 1e30, dtype=torch.float64) for index in range(4)}
-    st.save(large, tmp_path / "a.safetensors")
-    with pytest.raises(st.TreeMismatch, match=r"range differs at p\d"):
-        st.load(tmp_path / "a.safetensors", {k: torch.zeros(NUMEL, dtype=torch.float16) for k in large}, cast=True)
+def test_an_interrupt_while_this_thread_waits_stops_the_other(monkeypatch):
+    begun, waiting = [], threading.Event()
+
+    def short():
+        yield
+
+    def long():
+        for step in range(1_000_000):
+            begun.append(step)
+            if step == 10:
+                waiting.set()
+            yield
+
+    watcher = threading.Thread(target=lambda: (waiting.wait(10), _thread.interrupt_main()))
+    watcher.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_two_threads([short(), long(), long()])
+    count = len(begun)
+    watcher.join()
+    assert len(begun) == count < 1_999_000
