@@ -30,7 +30,7 @@ from statetree.spans.layout import as_bytes
 from statetree.torch_internals import as_copied, resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from statetree.files.ranges import FileRange
@@ -81,7 +81,7 @@ class DataWriter:
         half = bisect_left(ends, ends[-1] / 2) + 1 if is_worth else len(indices)
         self.write([indices[:half], indices[half:]] if half < len(indices) else [indices])
 
-    def _writing(self, name: str, indices: Sequence[Index]) -> Iterator[None]:
+    def _writing(self, name: str, indices: Sequence[Index]) -> Generator[None, None, None]:
         """Write a file, a piece at each step."""
         path = self._directory / name
         path.unlink(missing_ok=True)  # never written over: others may be linked to it

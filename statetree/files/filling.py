@@ -18,7 +18,7 @@ from statetree.torch_internals import is_functional, is_transformed, is_zero_ten
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from statetree.chunks.boxes import Box
     from statetree.files.stored import StoredTensor
@@ -81,7 +81,7 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
 def _read_each(verb: str, targets: Sequence[Target]) -> None:
     """Fill tensors: large ones by two threads, of which one reads while the other sums up what it has read."""
 
-    def reading(target: Target) -> Iterator[None]:
+    def reading(target: Target) -> Generator[None, None, None]:
         yield target.read(verb, target.tensor)
 
     large = [t for t in targets if t.tensor.nbytes >= _LARGE_BYTES and t.tensor.device.type == "cpu"]

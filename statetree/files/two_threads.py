@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +11,11 @@ import torch
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Sequence
 
 
-def in_two_threads(jobs: Sequence[Iterable[object]]) -> None:
-    """Exhaust iterables, each in one of two threads, of which this one is one; with one thread for torch, in this one.
+def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
+    """Exhaust generators, each in one of two threads, of which this one is one; with one thread for torch, in this one.
 
     After an error or an interrupt no further step is begun in either, and none goes on when this returns.
     """
@@ -25,9 +26,10 @@ def in_two_threads(jobs: Sequence[Iterable[object]]) -> None:
         nonlocal failed
         try:
             for job in pending:  # which both threads take from
-                for _ in job:
-                    if failed:
-                        return
+                with closing(job):  # and with it the file that it has open
+                    for _ in job:
+                        if failed:
+                            return
         except BaseException:
             failed = True
             raise
