@@ -87,6 +87,14 @@ def own_references(tensors: Sequence[int]) -> list[int]:
     return [*(count + 1 for count in tensors), *repeat(1 + counting_and_kept, len(tensors))]
 
 
+def is_sole_view(tensor: torch.Tensor) -> bool:
+    """Whether nothing but one variable refers to a tensor's memory, all of which are its elements."""
+    storages = [tensor.untyped_storage()]
+    if not storages[0].resizable() or storages[0].nbytes() != tensor.nbytes:  # foreign memory has several storages
+        return False
+    return count_references(storages, [storage_key(storages[0])]) == own_references([1])
+
+
 def storages_sent() -> set[int]:
     """Return the ``storage_key`` of every storage alive that was sent to another process (or came from one)."""
     from torch.multiprocessing import reductions

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.dcp.metadata import METADATA
-from statetree.dcp.series import Series, StepDirectory, name_of
+from statetree.dcp.series import Series, StepDirectory, identity_of, name_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError
 from statetree.files.remote import RemotePath, is_url
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("statetree")
 _NAME: Final = re.compile(r"step-(\d{8,})")
-#: The inode of a step that only the mirror has.
-_FAR: Final = -1
+#: The identity of a step that only the mirror has.
+_FAR: Final = (-1, -1)
 
 
 class MirroredSeries(Series):
@@ -67,7 +67,7 @@ class MirroredSeries(Series):
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
-        return cast("Path", self.url / checkpoint.name) if checkpoint.inode == _FAR else super().path(checkpoint)
+        return cast("Path", self.url / checkpoint.name) if checkpoint.identity == _FAR else super().path(checkpoint)
 
     def _mirrored(self) -> dict[int, str]:
         """Return the steps that the mirror has whole, with the save of each; empty if it left no manifest."""
@@ -139,7 +139,7 @@ class MirroredSeries(Series):
         for file in files:
             (there / file.name).upload(file)
         # Each save is a folder of its own, with an id in its manifest: so far, what was read by name was of one save.
-        is_same = folder.stat().st_ino == near.inode
+        is_same = identity_of(folder) == near.identity
         if not is_same or any((folder / name).read_bytes() != data for name, data in ending.items()):
             return False
         for name, data in ending.items():
@@ -163,4 +163,4 @@ class MirroredSeries(Series):
 
 
 def _far_step(step: int) -> StepDirectory:
-    return StepDirectory(step, is_named=True, name=name_of(step), inode=_FAR)
+    return StepDirectory(step, is_named=True, name=name_of(step), identity=_FAR)

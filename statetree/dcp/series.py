@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from contextlib import suppress
@@ -37,7 +38,17 @@ class StepDirectory(NamedTuple):
     step: int
     is_named: bool  # else another is about to take its place
     name: str
-    inode: int  # what tells it from the one that takes its place
+    #: What tells it from the one that takes its place: its inode, whose number may be given again, and when its
+    #: metadata were written.
+    identity: tuple[int, int]
+
+
+def identity_of(directory: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Return what tells a checkpoint from another of its name; ``None`` for a directory that is no complete one."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        about = os.stat(os.path.join(directory, METADATA))
+        return (os.stat(directory).st_ino, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
+    return None
 
 
 def name_of(step: int) -> str:
@@ -95,9 +106,9 @@ class Series:
                     match = _NAME.fullmatch(entry.name)
                     if match and entry.is_dir():
                         step = int(match[1] or match[2])
-                        is_complete = os.path.isfile(os.path.join(entry.path, METADATA))
-                        if is_complete and name_of(step) in entry.name.split("."):
-                            found.append(StepDirectory(step, match[1] is not None, entry.name, entry.inode()))
+                        identity = identity_of(entry.path)
+                        if identity and name_of(step) in entry.name.split("."):
+                            found.append(StepDirectory(step, match[1] is not None, entry.name, identity))
             if before == _changed(self.directory):
                 break  # else what took the place of another may have come after the names were read
         return found
@@ -138,7 +149,8 @@ class Series:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
         path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
-        inode = partial.path.stat().st_ino  # another writer may prune it as soon as it has its name
+        identity = identity_of(partial.path)  # another writer may prune it as soon as it has its name
+        assert identity is not None, "no metadata were written"
         with alone_in(self.directory):
             with suppress(FileNotFoundError):
                 os.rename(path, aside)
@@ -146,7 +158,7 @@ class Series:
             os.rename(partial.path, path)
         sync(self.directory)
         partial.close()
-        return StepDirectory(partial.step, is_named=True, name=path.name, inode=inode)
+        return StepDirectory(partial.step, is_named=True, name=path.name, identity=identity)
 
     def best(self, count: int = 1) -> list[StepDirectory]:
         """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""

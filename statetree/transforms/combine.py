@@ -11,6 +11,7 @@ import torch
 from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
+from statetree.leaves.location import located_error
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
@@ -20,7 +21,7 @@ from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
-from statetree.torch_internals import copy_each, quietly, set_bits, storage_key, torch_function_enabled
+from statetree.torch_internals import copy_each, is_sole_view, quietly, set_bits, torch_function_enabled, version_of
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected
@@ -53,7 +54,8 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
     elements when it is read, a bucket at a time: so checkpoints may be larger than memory.
 
     Args:
-        fn: Is called with the tensors of one part of each tree, once for those that are tied. It works elementwise.
+        fn: Is called with the tensors of one part of each tree, once for those that are tied. It works elementwise, and
+            not in place. What it returns may be one and the same tensor each time (``out=``).
         tree: Any tree.
         others: Trees of the same structure and layout.
         where: Which leaves are combined, as for ``select``; all others are the first tree's.
@@ -66,7 +68,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
 
     Raises:
         TreeMismatch: If trees differ in structure, shapes or layouts, placements are ``Partial``, tensors of the first
-            are tied and not those of the others, or the function returns another shape.
+            are tied and not those of the others, or the function returns another shape or writes into its arguments.
         UnsupportedLeaf: If a leaf is made of several tensors (sparse, quantized).
         Exception: What the function raises, with a note of the leaf's path.
 
@@ -119,7 +121,10 @@ def _differences(row: _Counterparts) -> list[Difference]:
     found = []
     first: Mapping[str, Any] = {}
     for leaf in row.leaves:
-        known = facts(leaf if is_stored(leaf) else materialized(leaf)).items()
+        try:
+            known = facts(leaf if is_stored(leaf) else materialized(leaf)).items()
+        except Exception as error:
+            raise located_error("combine", "take apart", error, lambda: [row.path], [leaf], 0) from error
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
             Difference(row.path, "placements", p, "no Partial") for p in own.get("placements", ()) if p.is_partial()
@@ -130,17 +135,34 @@ def _differences(row: _Counterparts) -> list[Difference]:
 
 
 def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what a function makes of tensors, in memory of its own: it may return the same tensor each time."""
+    before = list(map(_version, tensors))
     try:
         with torch_function_enabled():
             made: object = fn(*tensors)
     except Exception as error:
         note_leaf(error, path, tensors[0])
         raise
-    if not isinstance(made, torch.Tensor) or made.shape != tensors[0].shape:
-        got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__qualname__
-        difference = Difference(path, "shape", got, tuple(tensors[0].shape))
-        raise TreeMismatch.between("combine", [difference], "Pass a function that works elementwise.")
-    return made.detach()
+    found = []
+    if before != list(map(_version, tensors)):
+        found.append(Difference(path, "argument", "written by the function", "as it was"))
+    if not isinstance(made, torch.Tensor) or made.layout != torch.strided:
+        got = made.layout if isinstance(made, torch.Tensor) else type(made).__qualname__
+        found.append(Difference(path, "result", got, "a strided tensor"))
+    elif made.shape != tensors[0].shape:
+        found.append(Difference(path, "shape", tuple(made.shape), tuple(tensors[0].shape)))
+    if found or not isinstance(made, torch.Tensor):
+        raise TreeMismatch.between("combine", found, "Pass a function that works elementwise, and not in place.")
+    result, made = as_plain(made), None
+    if is_sole_view(result):
+        return result
+    copy = torch.empty_like(result)
+    copy_each([copy], [result])
+    return copy
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else int(version_of(tensor))
 
 
 def _later(
@@ -246,10 +268,8 @@ def _as_they_lie(
         ]
         for place, index in enumerate(members):
             view, result, number = used[index][0], results[index], layout.span_of[place]
-            taken = {storage_key(tensor.untyped_storage()) for tensor in used[index]}
-            is_fresh = storage_key(result.untyped_storage()) not in taken and type(result) is torch.Tensor
             is_alone = len(users[number]) == 1
-            if is_alone and is_fresh and result.stride() == view.stride() and layout.dense[number]:
+            if is_alone and result.stride() == view.stride() and layout.dense[number]:
                 continue
             span = layout.spans[number]
             count = (span.stop - span.start) // dtype.itemsize
@@ -259,8 +279,8 @@ def _as_they_lie(
                 set_bits(fresh[index], conj=columns.conj[place] and result.is_complex(), neg=columns.neg[place])
             pair = once(fresh[index], result)
             if pair is None:  # which as_strided alone can make
-                msg = "combine: a tensor overlaps itself: expected dims that do not interleave. Copy it before."
-                raise TreeMismatch(msg)
+                found = [Difference(owners[index], "overlap", "a tensor that overlaps itself", "values of its own")]
+                raise TreeMismatch.between("combine", found, "Copy it before.")
             copy_each(*[[tensor] for tensor in pair])
         lost = [
             at for number in mirrored for at in users[number] if not _alike(fresh[members[at]], results[members[at]])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import statetree
-from statetree.dcp import AsyncStager, Checkpointer, data_files, saving, series
+from statetree.dcp import AsyncStager, Checkpointer, data_files, restoring, saving, series
 from tests.judge import assert_trees_equal
 from tests.pace import units
 
@@ -582,3 +582,40 @@ def test_a_listed_checkpoint_that_cannot_be_looked_at_is_not_waited_for(error, t
 
     monkeypatch.setattr(series.os, "lstat", refuse)
     assert Checkpointer(tmp_path).steps() == []
+
+
+class SameInode:
+    """What ``os.stat`` says, with one number for all inodes."""
+
+    st_ino = 5
+
+    def __init__(self, about):
+        self._about = about
+
+    def __getattr__(self, name):
+        return getattr(self._about, name)
+
+
+def test_a_checkpoint_that_takes_the_place_of_another_is_known_by_more_than_its_inode(tmp_path, monkeypatch):
+    """ext4 hands their numbers out again: what was replaced was taken for damaged, and an older one restored."""
+    stat = os.stat
+    monkeypatch.setattr(series.os, "stat", lambda path, **how: SameInode(stat(path, **how)))
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(1, {"w": torch.ones(2)})
+    checkpointer.save(2, {"w": torch.full((2,), 2.0)})
+    before = checkpointer._series.find("restore", None)
+    checkpointer.save(2, {"w": torch.full((2,), 3.0)})
+    after = checkpointer._series.find("restore", None)
+    assert (before.name, before.identity[0]) == (after.name, after.identity[0])
+    load = restoring.load_tree
+    found = iter([before])
+
+    def torn(*args, **options):
+        monkeypatch.setattr(restoring, "load_tree", load)
+        raise statetree.CheckpointError("load: Files of two checkpoints are mixed.")
+
+    find = series.Series.find
+    monkeypatch.setattr(restoring, "load_tree", torn)
+    monkeypatch.setattr(series.Series, "find", lambda *args: next(found, None) or find(*args))
+    assert checkpointer.restore(fallback=True)["w"].tolist() == [3, 3]
+    checkpointer.close()

@@ -1,5 +1,6 @@
 """``combine``: what is combined, what is kept, what is refused, and stored leaves larger than a bucket."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -132,7 +133,7 @@ def test_what_the_function_does_wrong_is_said_with_the_path():
     tree = {"x": numbers(0)}
     with pytest.raises(st.TreeMismatch, match=r"combine: shape differs at x: expected \(6,\), got \(\)"):
         st.combine(torch.sum, tree)
-    with pytest.raises(st.TreeMismatch, match=r"combine: shape differs at x: .* got float"):
+    with pytest.raises(st.TreeMismatch, match=r"combine: result differs at x: .* got float"):
         st.combine(lambda x: 1.0, tree)
     with pytest.raises(ZeroDivisionError) as caught:
         st.combine(lambda x: 1 / 0, tree)
@@ -241,3 +242,90 @@ def test_ties_between_dtypes_are_refused(view):
     x = torch.ones(4, dtype=torch.complex64)
     with pytest.raises(st.TreeMismatch, match=r"what shares its memory"):
         st.combine(lambda v: v * 2, {"a": x, "b": view(x)})
+
+
+class TestResults:
+    """What the function returns may be any tensor of its own."""
+
+    def test_one_tensor_each_time_is_copied_at_once(self):
+        buffer = torch.empty(2)
+
+        def mean(a, b):
+            return torch.add(a, b, out=buffer).div_(2)
+
+        one, two = {"x": torch.ones(2), "y": torch.full((2,), 5.0)}, {"x": torch.full((2,), 3.0), "y": torch.zeros(2)}
+        made = st.combine(mean, one, two)
+        assert made["x"].tolist() == [2, 2]
+        assert made["y"].tolist() == [2.5, 2.5]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in (buffer, *made.values())}) == 3
+
+    @pytest.mark.parametrize(
+        "keep",
+        [lambda made: made, lambda made: made.view(-1), lambda made: made.untyped_storage(), lambda made: made[:1]],
+    )
+    def test_what_somebody_else_holds_is_copied(self, keep):
+        held = []
+
+        def double(a):
+            made = a * 2
+            held.append(keep(made))
+            return made
+
+        made = st.combine(double, {"x": torch.ones(2)})["x"]
+        (other,) = held
+        memory = other if isinstance(other, torch.UntypedStorage) else other.untyped_storage()
+        assert made.untyped_storage().data_ptr() != memory.data_ptr()
+
+    def test_memory_of_numpy_is_copied(self):
+        array = numpy.empty(2, numpy.float32)
+        made = st.combine(
+            lambda a: torch.from_numpy(numpy.add(a.numpy(), 1, out=array)), {"x": torch.ones(2), "y": torch.zeros(2)}
+        )
+        assert [made["x"].tolist(), made["y"].tolist()] == [[2, 2], [1, 1]]
+
+    def test_a_fresh_result_is_not_copied(self):
+        places = []
+
+        def double(a):
+            made = a * 2
+            places.append(made.data_ptr())
+            return made
+
+        assert st.combine(double, {"x": torch.ones(2)})["x"].data_ptr() == places[-1]
+
+    def test_a_view_of_something_larger_takes_the_memory_of_its_elements(self):
+        made = st.combine(
+            lambda *t: torch.stack(t).sort(0).values[2], *[{"w": torch.full((9,), float(i))} for i in range(5)]
+        )
+        assert made["w"].tolist() == [2.0] * 9
+        assert made["w"].untyped_storage().nbytes() == made["w"].nbytes
+        assert made["w"].storage_offset() == 0
+
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_a_function_that_works_in_place_is_refused(self, stored, tmp_path):
+        ema, new = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
+        if stored:
+            st.save(ema, tmp_path / "a.pt")
+            st.save(new, tmp_path / "b.pt")
+            ema, new = st.files.open(tmp_path / "a.pt"), st.files.open(tmp_path / "b.pt")
+        with pytest.raises(st.TreeMismatch, match="argument differs at a: expected as it was, got written by the func"):
+            st.combine(lambda old, other: old.lerp_(other, 0.5), ema, new)
+
+    def test_a_result_that_is_not_strided_is_refused_by_its_path(self):
+        with pytest.raises(
+            st.TreeMismatch, match=r"result differs at m\.w: expected a strided tensor, got torch\.sparse"
+        ):
+            st.combine(lambda x: x.to_sparse(), {"m": {"w": torch.ones(2)}})
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+    def test_a_leaf_that_cannot_be_taken_apart_is_named(self):
+        masked = torch.masked.MaskedTensor(torch.ones(2), torch.tensor([True, False]))
+        with pytest.raises(
+            st.UnsupportedLeaf, match=r"combine: the leaf at m\.w \(MaskedTensor\) cannot be taken apart"
+        ):
+            st.combine(lambda x: x * 2, {"m": {"w": masked}})
+
+    def test_a_tensor_that_overlaps_itself_is_named(self):
+        tied = torch.arange(6.0).as_strided((2, 2, 2), (1, 1, 1))
+        with pytest.raises(st.TreeMismatch, match=r"m\.v.*overlaps itself|overlap.* at m\.v"):
+            st.combine(lambda x: x + torch.arange(8.0).view(2, 2, 2), {"m": {"v": tied}})
