@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from stat import S_ISDIR
 
 import pytest
 import torch
@@ -585,7 +586,7 @@ def test_a_listed_checkpoint_that_cannot_be_looked_at_is_not_waited_for(error, t
 
 
 class SameInode:
-    """What ``os.stat`` says, with one number for all inodes."""
+    """What ``os.stat`` says of a directory, with one number for all inodes."""
 
     st_ino = 5
 
@@ -599,7 +600,12 @@ class SameInode:
 def test_a_checkpoint_that_takes_the_place_of_another_is_known_by_more_than_its_inode(tmp_path, monkeypatch):
     """ext4 hands their numbers out again: what was replaced was taken for damaged, and an older one restored."""
     stat = os.stat
-    monkeypatch.setattr(series.os, "stat", lambda path, **how: SameInode(stat(path, **how)))
+
+    def of_directories(path, **how):
+        about = stat(path, **how)
+        return SameInode(about) if S_ISDIR(about.st_mode) else about
+
+    monkeypatch.setattr(series.os, "stat", of_directories)
     checkpointer = Checkpointer(tmp_path / "run")
     checkpointer.save(1, {"w": torch.ones(2)})
     checkpointer.save(2, {"w": torch.full((2,), 2.0)})
