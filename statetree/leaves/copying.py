@@ -252,7 +252,14 @@ class _CopyJob:
         parts = list(self._unpacked.parts)
         copied = [index for index in range(len(parts)) if index not in views]
         fresh = dict(zip(copied, copies_of(Columns([parts[index] for index in copied])), strict=True))
-        leaves = self._unpacked.pack([views.get(index, fresh.get(index, part)) for index, part in enumerate(parts)])
+        # What an object holds of the source's leaves themselves becomes the leaf, and no view on it, if that is of the
+        # same class: the optimizer's parameter is the model's.
+        left, right = self.pairing.left, self.pairing.right
+        others = sorted({*self.pairing.others, *self.pairing.ordinary}.difference(self.taken)) if parts else []
+        pairs = [(left[index], right[index]) for index in reversed(others)]
+        written = {id(a): b for a, b in pairs if (type(a), _learns(a)) == (type(b), _learns(b))}
+        made = [written.get(id(part), views.get(index, fresh.get(index, part))) for index, part in enumerate(parts)]
+        leaves = self._unpacked.pack(made, written)
         result = list(self.pairing.right)
         for index, leaf in zip(self.taken, leaves, strict=True):
             result[index] = leaf
@@ -284,6 +291,10 @@ class _CopyJob:
             for index, (neg, conj, *pair) in enumerate(bits)
             if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
         ]
+
+
+def _learns(leaf: Any) -> bool:
+    return bool(getattr(leaf, "requires_grad", False))
 
 
 def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:

@@ -138,8 +138,12 @@ class Unpacked:
             if isinstance(recipe.context, Rest):
                 recipe.context.detach()
 
-    def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
+    def pack(self, parts: Sequence[torch.Tensor], made: Mapping[int, Any] | None = None) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
+
+        Args:
+            parts: These tensors.
+            made: What takes the place of objects, by their ``id``.
 
         Raises:
             UnsupportedLeaf: If a leaf cannot be put together again, with its path.
@@ -149,7 +153,7 @@ class Unpacked:
         result = list(self.leaves)
         for index, part in zip(self.plain, parts, strict=False):  # plain leaves come first
             result[index] = part
-        packer = _Packer(parts)
+        packer = _Packer(parts, made or {})
         for index, recipe in self.recipes.items():
             try:
                 result[index] = packer.pack(recipe)
@@ -355,9 +359,9 @@ class _Unpacker:
 
 
 class _Packer:
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor], made: Mapping[int, Any]) -> None:
         self._parts = parts
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, Any] = {**made}
 
     def pack(self, recipe: Recipe | list[Recipe]) -> Any:
         if isinstance(recipe, int):

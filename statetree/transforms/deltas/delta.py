@@ -197,7 +197,7 @@ def delta(new: Any, base: Any) -> Delta:
     Raises:
         TreeMismatch: If the trees differ in structure, leaf types, dtypes, shapes, layouts, meshes or placements, or if
             a tensor of ``base`` that changes overlaps itself or another one: unless both are the same view and change
-            alike.
+            alike. Or if an object that changed holds views on leaves.
         UnsupportedLeaf: If a leaf cannot be taken apart, among others because its storage was freed.
         CyclicTree: If a container holds itself.
 
@@ -224,11 +224,13 @@ def delta(new: Any, base: Any) -> Delta:
     seen: dict[Any, TensorChange | None] = {}
     tensors: dict[str, TensorChange] = {}
     whole: dict[int, tuple[Any, tuple[int, int]]] = {}
+    objects: list[int] = []  # of the new tree, that are taken whole
     for one, other in pairs:
         if not _have_alike_parts(a, one, b, other):
             numbers = b.number(other), a.number(one)
             if numbers[0] != numbers[1]:
                 whole[other] = a.leaves[one], numbers
+                objects += [] if one in a.parts_of else [one]
             continue
         for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
             x, y = a.tensors[new_name], b.tensors[name]
@@ -240,6 +242,10 @@ def delta(new: Any, base: Any) -> Delta:
     if tensors and (tied := b.entangled(tensors, whole)):
         found = [Difference(b.paths()[leaf], kind, "values of its own", memory) for leaf, kind, memory in tied]
         raise TreeMismatch.between("delta", found, "Take them apart in the base, or make both the same view.")
+    if held := a.tied(objects):  # a copy would be tied no more
+        paths = a.paths()
+        found = [Difference(paths[one], "ties", f"a view on {paths[other]}", "a copy") for one, other in held.items()]
+        raise TreeMismatch.between("delta", found, "Leave the object out (select), or pass what its state_dict() has.")
     copies = copied_leaves("delta", [leaf for leaf, _ in whole.values()], a.paths)
     values = {
         b.keys[leaf]: ValueChange(copy, torch.tensor(numbers, dtype=torch.int64, device="cpu"))

@@ -257,6 +257,15 @@ class StateParts:
                     refused.setdefault(part.leaf, ("ties", f"memory that it shares with {self.paths()[other.leaf]}"))
         return sorted((leaf, kind, memory) for leaf, (kind, memory) in refused.items())
 
+    def tied(self, objects: Sequence[int]) -> dict[int, int]:
+        """Return which of some objects hold tensors that share memory with another leaf, and with which."""
+        inside, held = self._unpacked(objects), list(self.tensors.values())
+        owners = [*(part.leaf for part in held), *(objects[owner] for owner in inside.owners)]
+        tensors = [*(part.piece for part in held), *map(as_plain, inside.parts)]
+        rows = [row for row, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta]
+        pairs = [(rows[a], rows[b]) for a, b in shared_elements(Columns([tensors[row] for row in rows]))]
+        return {owners[max(pair)]: owners[min(pair)] for pair in pairs if min(pair) < len(held) <= max(pair)}
+
 
 def _named(key: str, count: int, taken: set[str]) -> list[str]:
     """Return names for the parts of a leaf, other ones than any leaf or part has."""

@@ -244,6 +244,34 @@ def test_opaque_values_stay_tied_to_tensors_that_are_copied():
     assert shares_memory(result["box"].x, result["w"])
 
 
+@pytest.mark.parametrize("numel", [3, 0])
+@pytest.mark.parametrize("make", [torch.nn.Parameter, lambda tensor: tensor, lambda tensor: tensor.requires_grad_()])
+def test_what_an_object_holds_of_the_leaves_is_the_destinations_leaf(make, numel):
+    """An optimizer in the state trains the model's parameters, and no others on their memory."""
+
+    def state(value):
+        leaf = make(torch.full((numel,), value))
+        return {"opt": torch.optim.SGD([leaf], lr=1.0), "p": leaf, "o": Box(value=leaf)}
+
+    target = state(0.0)
+    made = st.copy_into(st.offload(state(1.0)), target)
+    assert made["p"] is target["p"]
+    assert made["opt"].param_groups[0]["params"][0] is made["p"]
+    assert made["o"].value is made["p"]
+    if made["p"].requires_grad:
+        made["p"].sum().backward()
+        made["opt"].step()
+        assert made["p"].tolist() == [0.0] * numel
+
+
+def test_an_object_that_holds_a_leaf_of_two_holds_the_first():
+    leaf = torch.ones(2)
+    target = {"a": torch.zeros(2), "b": torch.zeros(2), "o": None}
+    made = st.copy_into({"a": leaf, "b": leaf, "o": Box(value=leaf)}, {**target, "o": Box(value=None)})
+    assert made["o"].value is target["a"]
+    assert target["b"].tolist() == [1, 1]
+
+
 def test_an_object_that_holds_more_than_is_copied_stays_tied_if_the_destination_is_tied_alike():
     src, flat = ramp(6), torch.zeros(6)
     dst = {"box": Box(x=flat), "w": flat[2:4]}

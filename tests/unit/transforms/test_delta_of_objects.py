@@ -31,14 +31,22 @@ def check(new, base):
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(0, 2), slice(1, 3)], ids=str)
-def test_both_change_as_they_are_tied(part):
-    new, base = tied([7.0, 8.0, 9.0], part=part), tied([1.0, 2.0, 3.0], part=part)
-    assert set(check(new, base).changed) == {"a", "b"}
+@pytest.mark.parametrize("extra", [0, 1])
+def test_an_object_that_changes_and_is_tied_to_a_leaf_is_refused(part, extra):
+    """The delta brings a copy of it, which would be tied to nothing."""
+    new = tied([7.0, 8.0, 9.0] if not extra else [1.0, 2.0, 3.0], part=part, extra=extra)
+    with pytest.raises(st.TreeMismatch, match=r"delta: ties at b: a view on a cannot go into a copy.*state_dict"):
+        st.delta(new, tied([1.0, 2.0, 3.0], part=part))
+
+
+def test_an_object_that_stays_as_it_is_may_be_tied():
+    new = {**tied([1.0, 2.0]), "c": torch.ones(2)}
+    assert set(check(new, {**tied([1.0, 2.0]), "c": torch.zeros(2)}).changed) == {"c"}
 
 
 def test_an_object_may_change_alone():
-    change = check(tied([1.0, 2.0], extra=1), tied([1.0, 2.0]))
-    assert set(change.changed) == {"b"}
+    new, base = ({"a": torch.tensor([1.0, 2.0]), "b": held(torch.tensor([extra]))} for extra in (1.0, 0.0))
+    assert set(check(new, base).changed) == {"b"}
 
 
 def test_an_object_that_changes_may_hold_other_values_by_then():
