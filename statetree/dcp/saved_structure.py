@@ -156,7 +156,7 @@ def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Containe
     try:
         keys = (*map(key_of, saved.keys),)
     except UnknownKey as key:
-        return f"a {name} with the key {key}"
+        return f"a {name} with the key {key}, which like= alone can give"
     try:
         kind: Any = container_of(known[name])
         if name in BUILTIN:
@@ -184,11 +184,12 @@ def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> 
     if (
         list(map(str, keys[max(count, 0) :])) != children
         or count != (0 if is_dataclass else kind.num_items(keys))
-        or not {*kind.fields} <= {*children}
         or keys[:count] != getattr(kind, "names", keys[:count])
         or not (kind.cls.__dictoffset__ or {*attributes.names} <= {*kind.slots})
     ):
         raise ValueError("it has other fields")
+    if unsaved := {*kind.fields}.difference(children):
+        raise ValueError(f"its field {min(unsaved)} was not saved")
     return found
 
 

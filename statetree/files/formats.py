@@ -21,7 +21,7 @@ from statetree.files.remote import RemoteFiles, RemotePath, is_url
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
-from statetree.leaves.lowering import lies_on_ranks
+from statetree.leaves.lowering import lie_on_ranks
 from statetree.transforms.gather import gather
 from statetree.tree.flatten import flatten_for
 
@@ -227,7 +227,7 @@ def save(
         {'layers.0': StoredTensor(float32, [2])}
     """
     ranks = group_of("save", group, None)
-    on_ranks = any(map(lies_on_ranks, flatten_for("save", tree)[0]))
+    on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
     is_together = on_ranks or group is not None
     if not is_together:
         target, found = _destination(path, shard_bytes)

@@ -24,7 +24,7 @@ from statetree.leaves.builtin import is_distributed, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.location import located_error
-from statetree.leaves.lowering import is_made_of_tensors, lies_on_ranks, lower
+from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
 from statetree.torch_internals import quietly
@@ -130,7 +130,7 @@ def load(
         >>> st.load(path)
         {'layer.w': tensor([1., 1.])}
     """
-    together = group is not None or any(map(lies_on_ranks, flatten_for("load", like)[0]))
+    together = group is not None or lie_on_ranks("load", *flatten_for("load", like))
     ranks = group_of("load", group, None)
     options = LoadOptions(in_place, cast, strict, verify, weights_only, where=where, through=through)
     return load_tree(path, like, ranks, options, together=together)

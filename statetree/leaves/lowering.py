@@ -83,9 +83,15 @@ def lower(
     return Lowered(inner, inner_spec, Outline(spec, counts), recipes, leaves, texts)
 
 
-def lies_on_ranks(leaf: Any) -> bool:
-    """Whether the ranks of a group hold different chunks of a leaf, or of parts of it."""
-    return is_distributed(leaf) or is_several(leaf)
+def lie_on_ranks(verb: str, leaves: list[Any], spec: TreeSpec) -> bool:
+    """Whether the ranks of a group hold different chunks of a tree's leaves, or of parts of them."""
+    for index, leaf in enumerate(leaves):
+        try:
+            if is_distributed(leaf) or is_several(leaf):
+                return True
+        except Exception as error:
+            raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
+    return False
 
 
 def is_several(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
 from statetree.leaves.leaf_numbers import text_number
-from statetree.leaves.lowering import lies_on_ranks
+from statetree.leaves.lowering import lie_on_ranks
 from statetree.leaves.types.converted import joined
 from statetree.tree.flatten import flatten_for, unflatten
 
@@ -88,7 +88,7 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
         ['w']
     """
     leaves, spec = flatten_for("digest", tree)
-    if not any(map(lies_on_ranks, leaves)):
+    if not lie_on_ranks("digest", leaves, spec):
         manifest = Manifest("digest", tree, own_ranks(), every=True)
         return _digest(manifest, own_numbers(manifest))
     with exchange("digest", group, timeout) as run:

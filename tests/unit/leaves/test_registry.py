@@ -312,6 +312,27 @@ def test_what_unpack_raises_becomes_an_unsupported_leaf_with_its_path():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("verb", ["save", "load", "digest", "gather", "offload", "delta", "reshard"])
+@pytest.mark.parametrize("method", ["unpack", "layout"])
+def test_what_a_leaf_type_raises_is_said_with_the_path_by_every_verb(verb, method, tmp_path):
+    cls = type("Own", (), {"tensor": torch.ones(2)})
+    own = {"unpack": lambda self, value: ([value.tensor], None), "pack": lambda self, context, parts: cls()}
+    st.register_leaf_type(cls, type("OwnType", (st.LeafType,), {**own, method: raises})())
+    tree = {"a": {"b": cls()}}
+    st.save({"a": {"b": torch.ones(2)}}, tmp_path / "saved")
+    calls = {
+        "save": lambda: st.save(tree, tmp_path / "file"),
+        "load": lambda: st.load(tmp_path / "saved", tree),
+        "delta": lambda: st.delta(tree, tree),
+        "reshard": lambda: st.reshard(tree, tree),
+    }
+    if (verb, method) == ("offload", "layout"):
+        st.offload(tree)  # which need not know
+        return
+    with pytest.raises(st.UnsupportedLeaf, match=rf"{verb}: cannot take apart the leaf at a\.b .*mine"):
+        calls.get(verb, lambda: getattr(st, verb)(tree))()
+
+
 def test_what_pack_raises_becomes_an_unsupported_leaf_with_its_path():
     with pytest.raises(st.UnsupportedLeaf, match=r"test: cannot put together the leaf at x\.0 .*mine") as caught:
         repacked(registered_with(pack=raises))
