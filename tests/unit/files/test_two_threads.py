@@ -1,6 +1,7 @@
 """Jobs of several steps in two threads, which stop together."""
 
 import _thread
+import signal
 import threading
 
 import pytest
@@ -61,7 +62,16 @@ def test_after_an_error_no_further_step_begins(error, where):
     assert threading.active_count() == 1 or len(begun) == count
 
 
-def test_an_interrupt_while_this_thread_waits_stops_the_other(monkeypatch):
+@pytest.fixture
+def interrupts():
+    """Interrupts are handled, even where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_while_this_thread_waits_stops_the_other():
     begun, waiting = [], threading.Event()
 
     def short():
