@@ -119,10 +119,15 @@ class LeafMaker:
                 twin = places.setdefault(_place_of(self._leaves[leaf]), leaf)
                 if twin != leaf:
                     found.append(Difference(self.path(leaf), "ties", "a copy", f"the tensor at {self.path(twin)}"))
+            if own.keys() != expected.keys():
+                kinds = [type(self._leaves[index]).__qualname__ for index in (leaf, first)]
+                found.append(
+                    Difference(self.path(leaf), "leaf type", kinds[0], f"{kinds[1]}, as {self.path(first)} has")
+                )
+                continue
             for name, wanted in expected.items():
-                got = own.get(name, "another kind")
-                if not safely_equal(got, wanted):
-                    found.append(Difference(self.path(leaf), name, got, f"{wanted}, as {self.path(first)} has"))
+                if not safely_equal(own[name], wanted):
+                    found.append(Difference(self.path(leaf), name, own[name], f"{wanted}, as {self.path(first)} has"))
         return found
 
     def _kind(self, leaf: int) -> dict[str, Any]:
