@@ -20,6 +20,7 @@ import torch
 from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, check_file, read_manifest, trailer
 from statetree.errors import CheckpointError
 from statetree.files.crc32 import crc32
+from statetree.files.publishing import begin_to_sync
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
@@ -232,7 +233,7 @@ def _memory_of(dense: torch.Tensor) -> torch.Tensor:
 
 def _write_at(handle: int, parts: Sequence[Any], at: int) -> int:
     """Write bytes at an offset of a file, and return where they end."""
-    views = [memoryview(part) for part in parts]
+    views, begin = [memoryview(part) for part in parts], at
     while views:
         done = os.pwritev(handle, views, at)
         at += done
@@ -240,4 +241,6 @@ def _write_at(handle: int, parts: Sequence[Any], at: int) -> int:
             done -= len(views.pop(0))
         if views:
             views[0] = views[0][done:]
+    if at - begin >= _BLOCK_BYTES:
+        begin_to_sync(handle, begin, at)
     return at

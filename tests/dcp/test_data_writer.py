@@ -16,7 +16,7 @@ import statetree as st
 from statetree.dcp import data_writer
 from statetree.dcp.data_writer import PieceSource
 from statetree.dcp.file_manifest import ManifestPiece
-from statetree.files import strided_reading
+from statetree.files import publishing, strided_reading
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 
@@ -169,6 +169,28 @@ def test_what_is_made_of_stored_tensors_is_made_a_bucket_at_a_time(kind, tmp_pat
     plain = {key: torch.empty_like(leaf) for key, leaf in st.to_flat(expected)[0].items()}
     torch.distributed.checkpoint.load(plain, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert st.similarity(plain, st.to_flat(expected)[0])
+
+
+def test_the_system_begins_to_write_each_large_block_at_once(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(data_writer, "begin_to_sync", lambda handle, start, stop: begun.append((start, stop)))
+    tensor = torch.arange(1_000_000)
+    file, piece = stored(tmp_path / "file", tensor)
+    assert [start for start, _ in begun[1:]] == [stop for _, stop in begun[:-1]]
+    assert begun[0][0] == 6
+    assert begun[-1][1] > 6 + tensor.nbytes - (1 << 20)
+    assert PieceSource(tensor).is_in(file, piece)
+
+
+@pytest.mark.parametrize("call", [publishing._sync_file_range, None, lambda *_: -1])
+def test_where_there_is_no_such_call_or_it_fails_nothing_happens(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "_sync_file_range", call)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"1" * 10_000)
+        file.flush()
+        publishing.begin_to_sync(file.fileno(), 0, 10_000)
+    publishing.begin_to_sync(1 << 20, 0, 10_000)
+    assert (tmp_path / "file").read_bytes() == b"1" * 10_000
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
