@@ -10,7 +10,7 @@ from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.leaves.ties import ObjectTies, object_ties
+from statetree.leaves.ties import ObjectTies, object_ties, view_key
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
@@ -213,7 +213,7 @@ class _CopyJob:
         """The leaves that are taken over from the source."""
         pairing, taken = self.pairing, self.taken  # and not this object, which would lie in a cycle with the result
         paths = lambda: [pairing.spec.paths()[index] for index in taken]  # noqa: E731
-        return unpack("copy_into", [pairing.left[index] for index in taken], paths)
+        return unpack("copy_into", [pairing.left[index] for index in taken], paths, together=True)
 
     @cached_property
     def _ties(self) -> ObjectTies:
@@ -224,13 +224,19 @@ class _CopyJob:
 
     def _counterparts(self) -> dict[int, torch.Tensor]:
         """Return what objects of the destination hold in the places of those that are taken over."""
-        others = [self.pairing.right[index] for index in self.taken]
+        sides = ([side[index] for index in self.taken] for side in (self.pairing.left, self.pairing.right))
         try:
-            right = unpack("copy_into", others, lambda: list(map(self._path, self.taken)))
+            left, right = (unpack("copy_into", side, lambda: list(map(self._path, self.taken))) for side in sides)
         except UnsupportedLeaf:
             return {}
-        pairs = paired_parts(self._unpacked, right)
-        return {a: right.parts[b] for _, a, b in pairs if a is not None and b is not None}
+        # Here each object is taken apart by itself, so that they can be paired.
+        facing = {
+            view_key(left.parts[a]): right.parts[b]
+            for _, a, b in paired_parts(left, right)
+            if a is not None and b is not None
+        }
+        found = {part: facing.get(view_key(tensor)) for part, tensor in enumerate(self._unpacked.parts)}
+        return {part: tensor for part, tensor in found.items() if tensor is not None}
 
     def tie_objects(self) -> None:
         """Let objects be tied to what is written; refuse those that share memory with a source and could not."""

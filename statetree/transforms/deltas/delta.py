@@ -138,7 +138,8 @@ class Delta:
             A delta that shares no memory with this one's values or with ``base``.
 
         Raises:
-            TreeMismatch: If ``base`` differs from the base in what this delta writes over, or this delta is damaged.
+            TreeMismatch: If ``base`` differs from the base in what this delta writes over, or holds an object there
+                with views on other leaves; or if this delta is damaged.
         """
         state = StateParts("inverse", base, own_ranks())
         leaf_of = self.found_in(state)
@@ -152,7 +153,7 @@ class Delta:
         for name, value in self.values.items():
             if state.number(leaf_of[name]) != value.known("inverse", name)[0]:
                 raise mismatch("inverse", name, "the value of the base", "another one", "Pass the base.")
-        copies = copied_leaves("inverse", [state.leaves[leaf_of[name]] for name in self.values], state.paths)
+        copies = state.copies([leaf_of[name] for name in self.values])
         pairs = zip(self.values.items(), copies, strict=True)
         values = {name: ValueChange(copy, value.numbers.flip(0)) for (name, value), copy in pairs}
         return Delta(tensors, values, self.table.clone())
@@ -197,7 +198,7 @@ def delta(new: Any, base: Any) -> Delta:
     Raises:
         TreeMismatch: If the trees differ in structure, leaf types, dtypes, shapes, layouts, meshes or placements, or if
             a tensor of ``base`` that changes overlaps itself or another one: unless both are the same view and change
-            alike. Or if an object that changed holds views on leaves.
+            alike. Or if an object that changed holds views on other leaves.
         UnsupportedLeaf: If a leaf cannot be taken apart, among others because its storage was freed.
         CyclicTree: If a container holds itself.
 
@@ -223,14 +224,12 @@ def delta(new: Any, base: Any) -> Delta:
         raise TreeMismatch.between("delta", differences, "Pass two states of one structure and layout.")
     seen: dict[Any, TensorChange | None] = {}
     tensors: dict[str, TensorChange] = {}
-    whole: dict[int, tuple[Any, tuple[int, int]]] = {}
-    objects: list[int] = []  # of the new tree, that are taken whole
+    whole: dict[int, tuple[int, tuple[int, int]]] = {}  # leaves of the new tree, by those of the base
     for one, other in pairs:
         if not _have_alike_parts(a, one, b, other):
             numbers = b.number(other), a.number(one)
             if numbers[0] != numbers[1]:
-                whole[other] = a.leaves[one], numbers
-                objects += [] if one in a.parts_of else [one]
+                whole[other] = one, numbers
             continue
         for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
             x, y = a.tensors[new_name], b.tensors[name]
@@ -242,11 +241,7 @@ def delta(new: Any, base: Any) -> Delta:
     if tensors and (tied := b.entangled(tensors, whole)):
         found = [Difference(b.paths()[leaf], kind, "values of its own", memory) for leaf, kind, memory in tied]
         raise TreeMismatch.between("delta", found, "Take them apart in the base, or make both the same view.")
-    if held := a.tied(objects):  # a copy would be tied no more
-        paths = a.paths()
-        found = [Difference(paths[one], "ties", f"a view on {paths[other]}", "a copy") for one, other in held.items()]
-        raise TreeMismatch.between("delta", found, "Leave the object out (select), or pass what its state_dict() has.")
-    copies = copied_leaves("delta", [leaf for leaf, _ in whole.values()], a.paths)
+    copies = a.copies([leaf for leaf, _ in whole.values()])
     values = {
         b.keys[leaf]: ValueChange(copy, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         for (leaf, (_, numbers)), copy in zip(whole.items(), copies, strict=True)
@@ -316,7 +311,7 @@ def apply_delta(delta: Delta, tree: T) -> T:
             devices may differ.
 
     Returns:
-        A tree with ``tree``'s tensors and the delta's plain values, in fresh containers.
+        A tree with ``tree``'s tensors and their ties, and the delta's plain values, in fresh containers.
 
     Aliasing:
         The result's leaves are those of ``tree``, but for values that the delta brings, which are copies. So are

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, whole_box
+from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.digesting import refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.copying import copied_leaves
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
@@ -257,14 +259,25 @@ class StateParts:
                     refused.setdefault(part.leaf, ("ties", f"memory that it shares with {self.paths()[other.leaf]}"))
         return sorted((leaf, kind, memory) for leaf, (kind, memory) in refused.items())
 
-    def tied(self, objects: Sequence[int]) -> dict[int, int]:
-        """Return which of some objects hold tensors that share memory with another leaf, and with which."""
-        inside, held = self._unpacked(objects), list(self.tensors.values())
-        owners = [*(part.leaf for part in held), *(objects[owner] for owner in inside.owners)]
+    def copies(self, leaves: Sequence[int]) -> list[Any]:
+        """Return copies of leaves that are taken whole. Objects that hold views on others are refused."""
+        objects = [leaf for leaf in leaves if leaf not in self.parts_of]
+        opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of] if objects else []
+        inside, held = self._unpacked(opaque), [*self.tensors.values()] if objects else []
+        owners = [*(part.leaf for part in held), *(opaque[owner] for owner in inside.owners)]
         tensors = [*(part.piece for part in held), *map(as_plain, inside.parts)]
         rows = [row for row, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta]
-        pairs = [(rows[a], rows[b]) for a, b in shared_elements(Columns([tensors[row] for row in rows]))]
-        return {owners[max(pair)]: owners[min(pair)] for pair in pairs if min(pair) < len(held) <= max(pair)}
+        pairs = shared_elements(Columns([tensors[row] for row in rows]))
+        shared = {owners[rows[a]]: owners[rows[b]] for pair in pairs for a, b in permutations(pair)}
+        paths = self.paths() if shared else []
+        found = [
+            Difference(paths[leaf], "ties", f"a view on {paths[other]}", "a copy")
+            for leaf, other in shared.items()
+            if leaf in objects and other not in objects
+        ]
+        if found:
+            raise TreeMismatch.between(self.verb, found, "Leave it out (select), or pass what its state_dict() has.")
+        return copied_leaves(self.verb, [self.leaves[leaf] for leaf in leaves], self.paths)
 
 
 def _named(key: str, count: int, taken: set[str]) -> list[str]:

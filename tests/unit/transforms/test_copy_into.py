@@ -264,6 +264,39 @@ def test_what_an_object_holds_of_the_leaves_is_the_destinations_leaf(make, numel
         assert made["p"].tolist() == [0.0] * numel
 
 
+@pytest.mark.filterwarnings("ignore:Seems like")  # a copied scheduler does not know that it wraps the copy's step
+def test_objects_that_hold_one_another_go_on_doing_so():
+    """A scheduler sets the learning rate of the state's optimizer."""
+
+    def state(value):
+        leaf = torch.nn.Parameter(torch.full((3,), value))
+        optimizer = torch.optim.SGD([leaf], lr=1.0)
+        return {"sched": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "opt": optimizer, "p": leaf}
+
+    made = st.copy_into(st.offload(state(1.0)), state(0.0))
+    assert made["sched"].optimizer is made["opt"]
+    for _ in range(3):
+        made["p"].grad = torch.ones(3)
+        made["opt"].step()
+        made["sched"].step()
+    assert made["opt"].param_groups[0]["lr"] == 0.125
+    assert made["p"].tolist() == [-0.75] * 3
+
+
+def test_objects_that_hold_one_tensor_and_reach_beyond_a_leaf_stay_tied():
+    def state(start):
+        memory = ramp(6, start=start)
+        return {"a": Box(x=memory), "b": Box(x=memory, y=memory[:2]), "w": memory[2:]}
+
+    source, target = state(0), state(10)
+    made = st.copy_into(source, target)
+    assert made["w"] is target["w"]
+    assert made["a"].x is made["b"].x
+    assert all(shares_memory(view, target["w"]) for view in (made["a"].x, made["b"].x))
+    assert made["a"].x.tolist() == source["a"].x.tolist()
+    assert made["b"].y.tolist() == [0, 1]
+
+
 def test_an_object_that_holds_a_leaf_of_two_holds_the_first():
     leaf = torch.ones(2)
     target = {"a": torch.zeros(2), "b": torch.zeros(2), "o": None}

@@ -39,6 +39,22 @@ def test_an_object_that_changes_and_is_tied_to_a_leaf_is_refused(part, extra):
         st.delta(new, tied([1.0, 2.0, 3.0], part=part))
 
 
+def test_an_object_that_changes_and_is_tied_to_one_that_does_not_is_refused():
+    memory = torch.ones(2)
+    base = {"b": held(memory), "c": held(memory)}
+    new = st.offload(base)
+    new["c"].extra = 1
+    with pytest.raises(st.TreeMismatch, match="delta: ties at c: a view on b cannot go into a copy"):
+        st.delta(new, base)
+
+
+def test_an_inverse_that_would_bring_an_object_without_its_ties_is_refused():
+    base, new = tied([1.0, 2.0]), {"a": torch.tensor([1.0, 2.0]), "b": held(torch.zeros(2))}
+    change = st.delta(new, base)
+    with pytest.raises(st.TreeMismatch, match="inverse: ties at b: a view on a cannot go into a copy"):
+        change.inverse(base)
+
+
 def test_an_object_that_stays_as_it_is_may_be_tied():
     new = {**tied([1.0, 2.0]), "c": torch.ones(2)}
     assert set(check(new, {**tied([1.0, 2.0]), "c": torch.zeros(2)}).changed) == {"c"}
