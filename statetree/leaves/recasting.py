@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
@@ -17,9 +20,8 @@ from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import quietly, set_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 
@@ -57,6 +59,8 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
         if place in unpacked.recipes:
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
+    objects = {index: leaf for index, leaf in now.items() if is_value(leaf)}
+    _check_objects(verb, {part: unpacked.parts[part] for part in changing}, changing, objects, paths)
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
     packed = replace(unpacked, recipes=recipes).pack(fresh)
     for place in chosen:
@@ -114,6 +118,31 @@ def _check_ties(
             found.append(Difference(paths[owners[one]], "ties", "another dtype", f"one tied to {paths[owners[other]]}"))
     if found:
         raise TreeMismatch.between(verb, found, "Convert all leaves that share memory, or none.")
+
+
+def _check_objects(
+    verb: str,
+    parts: Mapping[int, torch.Tensor],
+    owners: Mapping[int, int],
+    objects: Mapping[int, Any],
+    paths: Sequence[Path],
+) -> None:
+    """Raise ``TreeMismatch`` if objects, which stay as they are, hold views on tensors that change."""
+    held: list[tuple[int, torch.Tensor]] = []
+    for index, value in objects.items():
+        with suppress(UnsupportedLeaf):  # what cannot be looked into is passed on
+            held += [(index, part) for part in unpack(verb, [value], lambda: [Path()], memory=False).parts]
+    rows = [*((owners[part], tensor) for part, tensor in parts.items()), *held] if held else []
+    rows = [(index, tensor) for index, tensor in rows if not tensor.is_meta]
+    pairs = shared_elements(Columns([tensor for _, tensor in rows]))
+    tied = dict.fromkeys((rows[a][0], rows[b][0]) for pair in pairs for a, b in permutations(pair))
+    found = [
+        Difference(paths[one], "ties", "another dtype", f"one that the object at {paths[other]} holds")
+        for one, other in tied
+        if one not in objects and other in objects
+    ]
+    if found:
+        raise TreeMismatch.between(verb, found, "Pass the object's state_dict(), or leave these leaves out with where.")
 
 
 def _converted(

@@ -186,7 +186,8 @@ def _later(
 def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.Tensor, Callable[..., None]]:
     """Return what a leaf is like that is made of stored ones, and what fills a box of it."""
     outline = row.leaves[0].outline
-    dtype = _call(fn, row.path, [torch.ones(1, dtype=leaf.dtype) for leaf in row.leaves]).dtype
+    shape = [1] * outline.dim()  # a tensor without dims may become another dtype
+    dtype = _call(fn, row.path, [torch.ones(shape, dtype=leaf.dtype) for leaf in row.leaves]).dtype
     bare = torch.empty_strided(outline.shape, outline.stride(), dtype=dtype, device="meta")
 
     def fill(start: Sequence[int], target: torch.Tensor) -> None:
@@ -263,6 +264,12 @@ def _as_they_lie(
         users: defaultdict[int, list[int]] = defaultdict(list)
         for place, number in enumerate(layout.span_of):
             users[number].append(place)
+        for own in users.values():
+            first = members[own[0]]
+            if other := next((at for at in own if results[members[at]].dtype != results[first].dtype), None):
+                what = f"{results[first].dtype}, as {owners[first]} becomes, which shares its memory"
+                found = [Difference(owners[members[other]], "dtype", results[members[other]].dtype, what)]
+                raise TreeMismatch.between("combine", found, "Pass a function that makes one dtype of both.")
         mirrored = [
             number for number, own in users.items() if len({(columns.conj[at], columns.neg[at]) for at in own}) > 1
         ]

@@ -264,15 +264,15 @@ class StateParts:
         objects = [leaf for leaf in leaves if leaf not in self.parts_of]
         opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of] if objects else []
         inside, held = self._unpacked(opaque), [*self.tensors.values()] if objects else []
-        owners = [*(part.leaf for part in held), *(opaque[owner] for owner in inside.owners)]
-        tensors = [*(part.piece for part in held), *map(as_plain, inside.parts)]
-        rows = [row for row, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta]
-        pairs = shared_elements(Columns([tensors[row] for row in rows]))
-        shared = {owners[rows[a]]: owners[rows[b]] for pair in pairs for a, b in permutations(pair)}
+        rows = [(part.leaf, part.piece) for part in held]
+        rows += [(leaf, as_plain(inside.parts[p])) for at, leaf in enumerate(opaque) for p in inside.parts_of(at)]
+        rows = [(leaf, tensor) for leaf, tensor in rows if tensor.numel() and not tensor.is_meta]
+        pairs = shared_elements(Columns([tensor for _, tensor in rows]))
+        shared = [(rows[a][0], rows[b][0]) for pair in pairs for a, b in permutations(pair)]
         paths = self.paths() if shared else []
         found = [
             Difference(paths[leaf], "ties", f"a view on {paths[other]}", "a copy")
-            for leaf, other in shared.items()
+            for leaf, other in dict.fromkeys(shared)
             if leaf in objects and other not in objects
         ]
         if found:

@@ -1,5 +1,7 @@
 """``cast``: what is converted, what is kept, and what is refused."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,16 @@ def test_distributed_leaves_keep_their_layout(make):
 def test_a_name_is_no_dtype():
     with pytest.raises(TypeError, match=r"cast: dtype is no torch\.dtype: expected one such as .*, got 'bfloat16'"):
         st.cast({"w": torch.zeros(3)}, "bfloat16")
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD([p]), lambda p: torch.nn.ParameterList([p[1:].detach()])])
+def test_what_an_object_holds_of_a_leaf_is_a_tie_too(make):
+    """The optimizer of a model that was converted would train the old parameters."""
+    p = torch.nn.Parameter(torch.ones(3))
+    tree = {"p": p, "held": make(p)}
+    with pytest.raises(
+        st.TreeMismatch, match="cast: ties at p: another dtype cannot go into one that the object at held"
+    ):
+        st.cast(tree, torch.bfloat16)
+    with_lock = {"w": torch.ones(2), "lock": threading.Lock()}
+    assert st.cast(with_lock, torch.bfloat16)["lock"] is with_lock["lock"]

@@ -329,3 +329,26 @@ class TestResults:
         tied = torch.arange(6.0).as_strided((2, 2, 2), (1, 1, 1))
         with pytest.raises(st.TreeMismatch, match=r"m\.v.*overlaps itself|overlap.* at m\.v"):
             st.combine(lambda x: x + torch.arange(8.0).view(2, 2, 2), {"m": {"v": tied}})
+
+
+class TestDtypes:
+    """Of a number without dims and one of another dtype torch makes another dtype than of a vector."""
+
+    third = torch.tensor(1 / 3)
+
+    @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
+    def test_a_stored_leaf_without_dims_gets_the_dtype_that_it_gets_in_memory(self, name, tmp_path):
+        tree = {"s": torch.tensor(5.0).bfloat16(), "w": torch.ones(3).bfloat16()}
+        st.save(tree, tmp_path / name)
+        found = st.offload(st.combine(lambda x: x * self.third, st.files.open(tmp_path / name)))
+        assert {key: leaf.dtype for key, leaf in found.items()} == {"s": torch.float32, "w": torch.bfloat16}
+        assert found["s"] == 5 * self.third
+
+    @pytest.mark.parametrize("keys", ["ws", "sw"])
+    def test_ties_that_would_get_two_dtypes_are_refused(self, keys):
+        vector = torch.tensor([1.0, 5.0]).bfloat16()
+        views = {"w": vector, "s": vector[1]}
+        with pytest.raises(
+            st.TreeMismatch, match=f"combine: dtype differs at {keys[1]}: expected .*as {keys[0]} becomes"
+        ):
+            st.combine(lambda x: x * self.third, {key: views[key] for key in keys})
