@@ -94,6 +94,10 @@ def matched_entries(
             refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
         found[index] = values[place]
     found.update(_under_other_names(leaves, found))
+    if not stored[1]:  # names alone tell of no empty list
+        above = {name[:at] for name in theirs.names for at, letter in enumerate(name) if letter == "."}
+        lists = [index for index, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf]
+        found.update((i, type(leaves[i])()) for i in lists if i not in found and ours.names[i] not in above)
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
         missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import StateTreeError
 from statetree.files.leaf_text import dtype_text, leaf_text
 from statetree.files.page_parts import BODY, SCRIPT, SEARCH, ShardFigures, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE
@@ -165,7 +164,7 @@ def _said(leaf: Any) -> tuple[str, int]:
     if is_plain(leaf):
         return (f"{type(leaf).__name__} {brief(repr(leaf)[:1000])}", 0)
     if isinstance(leaf, torch.Tensor):
-        with suppress(RuntimeError, StateTreeError):  # uninitialized, nested, or of a layout that has no copy
+        with suppress(Exception):  # uninitialized, nested, of a layout that has no copy, or a subclass that refuses
             placements = str(facts(leaf).get("placements", ""))
             words = (dtype_text(leaf.dtype), shape_text(leaf.shape), placements)
             return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)

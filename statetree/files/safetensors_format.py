@@ -170,6 +170,13 @@ def _tensors(tree: Any) -> dict[str, Any]:
 
 def _why_not(key: str, leaf: Any) -> str:
     """Say why the format cannot hold a leaf under a name; empty if it can."""
+    try:
+        return _fault(key, leaf)
+    except Exception as error:  # noqa: BLE001 - a subclass may refuse anything, and so do uninitialized parameters
+        return f"a {type(leaf).__qualname__}, of which torch says: {str(error).splitlines()[0][:200]}"
+
+
+def _fault(key: str, leaf: Any) -> str:
     outline = leaf.outline if isinstance(leaf, StoredTensor) else leaf
     if not isinstance(outline, torch.Tensor):
         return "a plain value"

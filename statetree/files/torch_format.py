@@ -32,6 +32,7 @@ from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
@@ -145,23 +146,10 @@ class TorchArchive:
             return leaf
         if id(leaf) not in self._stored:
             piece = self.piece(leaf)
-            check = partial(self._check, leaf if piece is None else None)
+            # Not a method: the archive, its map and its file would lie in a cycle.
+            check = partial(_check, self.file, self._places, leaf if piece is None else None)
             self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda _: [piece])
         return self._stored[id(leaf)]
-
-    def _check(self, composite: torch.Tensor | None) -> None:
-        self.file.files.check(self.file.path)
-        if composite is None:
-            return
-        for part in unpack("read", [composite], list).parts:
-            place = self._places.get(storage_key(part.untyped_storage()))
-            if place is not None:
-                place.verify()
-        try:
-            check_sparse_indices(composite)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            self.refuse(f"the indices of a sparse tensor are wrong: {reason}")
 
     def verify(self) -> int:
         """Compare the members with their checksums, and return how many there are."""
@@ -169,6 +157,21 @@ class TorchArchive:
         for member in members:
             member.verify(self.file)
         return len(members)
+
+
+def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Tensor | None) -> None:
+    """Look at a file again, and compare what a tensor is made of that is no strided one with its checksums."""
+    file.files.check(file.path)
+    if composite is None:
+        return
+    for part in unpack("read", [composite], list).parts:
+        place = places.get(storage_key(part.untyped_storage()))
+        if place is not None:
+            place.verify()
+    try:
+        check_sparse_indices(composite)
+    except RuntimeError as error:
+        refuse(file.label, f"the indices of a sparse tensor are wrong: {str(error).splitlines()[0]}")
 
 
 class TorchFormat(CheckpointFormat):

@@ -55,7 +55,8 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
 
     Args:
         fn: Is called with the tensors of one part of each tree, once for those that are tied. It works elementwise, and
-            not in place. What it returns may be one and the same tensor each time (``out=``).
+            not in place (that is noticed, but for writes through ``.data`` and NumPy, and into inference tensors). What
+            it returns may be one and the same tensor each time (``out=``).
         tree: Any tree.
         others: Trees of the same structure and layout.
         where: Which leaves are combined, as for ``select``; all others are the first tree's.
@@ -146,14 +147,20 @@ def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.T
     found = []
     if before != list(map(_version, tensors)):
         found.append(Difference(path, "argument", "written by the function", "as it was"))
-    if not isinstance(made, torch.Tensor) or made.layout != torch.strided:
-        got = made.layout if isinstance(made, torch.Tensor) else type(made).__qualname__
+    result: torch.Tensor | None = None
+    if not isinstance(made, torch.Tensor) or made.layout != torch.strided or made.is_nested or made.is_quantized:
+        got = made.layout if type(made) is torch.Tensor and not made.is_nested else type(made).__qualname__
         found.append(Difference(path, "result", got, "a strided tensor"))
     elif made.shape != tensors[0].shape:
         found.append(Difference(path, "shape", tuple(made.shape), tuple(tensors[0].shape)))
-    if found or not isinstance(made, torch.Tensor):
+    else:
+        try:
+            result = as_plain(made)
+        except (RuntimeError, TypeError):  # of a class that cannot do without
+            found.append(Difference(path, "result", type(made).__qualname__, "a strided tensor"))
+    if found or result is None:
         raise TreeMismatch.between("combine", found, "Pass a function that works elementwise, and not in place.")
-    result, made = as_plain(made), None
+    made = None
     if is_sole_view(result):
         return result
     copy = torch.empty_like(result)

@@ -148,6 +148,6 @@ def _by_share(held: tuple[ChunkLayout, ...]) -> ChunkLayout:
 def _nbytes(leaf: Any) -> int:
     """Return the bytes of a leaf as far as all ranks see them alike."""
     known = facts(leaf)
-    if "shape" not in known or "dtype" not in known:
+    if "dtype" not in known or not all(type(size) is int for size in known.get("shape", "?")):  # jagged dims are texts
         return 0
     return int(torch.Size(known["shape"]).numel()) * int(known["dtype"].itemsize)

@@ -18,8 +18,8 @@ def select(tree: T, where: Where, *, missing_ok: bool = False) -> T:
     """Return the leaves of a tree that match, and the containers above them.
 
     Mappings keep some of their keys; lists, tuples and deques become shorter, and their items are renumbered.
-    Containers in which nothing matches are left out, except the root. Use ``partition`` where positions in lists
-    matter, as they do when the result is copied back into the whole.
+    Containers in which nothing matches are left out, except the root; empty ones stay where all that is beside them
+    does. Use ``partition`` where positions in lists matter, as they do when the result is copied back into the whole.
 
     Args:
         tree: Any tree.

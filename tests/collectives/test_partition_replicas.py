@@ -138,3 +138,14 @@ def test_a_group_shares_among_itself():
     assert rows[2] == rows[3]
     for first, second in zip(rows[0], rows[2], strict=True):
         assert first != second
+
+
+def keep_jagged():
+    tree = {"j": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "w": torch.ones(2)}
+    found = statetree.partition_replicas(tree)
+    return [found[key].values().is_meta if key == "j" else found[key].is_meta for key in tree]
+
+
+def test_a_jagged_tensor_is_kept_by_one():
+    first, second = run_ranks(2, keep_jagged)
+    assert [a is not b for a, b in zip(first, second, strict=True)] == [True, True]

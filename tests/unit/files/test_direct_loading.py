@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -140,3 +144,51 @@ def test_other_kinds_of_tensors_are_loaded(tmp_path):
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(loaded["conj"], state["conj"])
     assert loaded["step"] == 3
+
+
+@pytest.mark.parametrize("empty", [[], (), {}], ids=repr)
+def test_what_is_empty_needs_no_entry_in_a_file_of_names(empty, tmp_path):
+    tree = {"w": torch.ones(2), "e": empty, "inner": [{"x": empty}]}
+    st.save(tree, tmp_path / "a.safetensors")
+    found = st.load(tmp_path / "a.safetensors", like=tree)
+    assert found == {"w": found["w"], "e": empty, "inner": [{"x": empty}]}
+    assert empty == () or found["e"] is not empty
+    st.save({"e.0": torch.ones(1), "w": torch.ones(2)}, tmp_path / "b.safetensors")
+    with pytest.raises(st.TreeMismatch, match="at e"):
+        st.load(tmp_path / "b.safetensors", like={"w": torch.ones(2), "e": empty})
+
+
+class Refusing(torch.Tensor):
+    """A tensor that answers nothing."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise IndexError("boom")
+
+
+@pytest.mark.parametrize("make", [torch.nn.UninitializedParameter, lambda: torch.ones(2).as_subclass(Refusing)])
+def test_a_tensor_that_says_nothing_is_refused_with_its_path(make, tmp_path):
+    tree = {"a": {"b": make()}}
+    with pytest.raises(
+        st.CheckpointError, match=r"save: safetensors files hold only tensors.*\n.*a\.b: a .*torch says"
+    ):
+        st.save(tree, tmp_path / "a.safetensors")
+    st.to_html(tree, tmp_path / "a.html")
+    assert type(tree["a"]["b"]).__qualname__ in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
+def test_what_was_read_from_is_let_go_of_without_the_garbage_collector(name, tmp_path):
+    st.save({"t": torch.ones(1000)}, tmp_path / name)
+    st.load(tmp_path / name)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sorted(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            st.load(tmp_path / name)
+            st.offload(st.files.open(tmp_path / name))
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert str(tmp_path / name) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()

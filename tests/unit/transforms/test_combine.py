@@ -317,6 +317,27 @@ class TestResults:
         ):
             st.combine(lambda x: x.to_sparse(), {"m": {"w": torch.ones(2)}})
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:alias is not implemented")
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x: torch.nested.nested_tensor([x, x]),
+            lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+            lambda x: torch.masked.MaskedTensor(x, x > 0),
+            lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+            lambda x: None,
+        ],
+        ids=["nested", "jagged", "masked", "quantized", "nothing"],
+    )
+    def test_a_result_of_several_parts_is_refused_by_its_path(self, make):
+        with pytest.raises(st.TreeMismatch, match=r"combine: result differs at m\.w: expected a strided tensor, got"):
+            st.combine(make, {"m": {"w": torch.ones(2)}})
+
+    def test_a_parameter_becomes_a_tensor(self):
+        made = st.combine(lambda x: torch.nn.Parameter(x * 2), {"w": torch.ones(2)})["w"]
+        assert type(made) is torch.Tensor
+        assert not made.requires_grad
+
     @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
     def test_a_leaf_that_cannot_be_taken_apart_is_named(self):
         masked = torch.masked.MaskedTensor(torch.ones(2), torch.tensor([True, False]))
