@@ -95,9 +95,9 @@ def matched_entries(
         found[index] = values[place]
     found.update(_under_other_names(leaves, found))
     if not stored[1]:  # names alone tell of no empty list
-        above = {name[:at] for name in theirs.names for at, letter in enumerate(name) if letter == "."}
-        lists = [index for index, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf]
-        found.update((i, type(leaves[i])()) for i in lists if i not in found and ours.names[i] not in above)
+        lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]
+        inside = {i for i in lists for name in theirs.names if name.startswith(f"{ours.names[i]}.")}
+        found.update((i, type(leaves[i])()) for i in lists if i not in inside)
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
         missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])

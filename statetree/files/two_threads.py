@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,38 +13,46 @@ from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+    from contextlib import AbstractContextManager
 
 
 def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
     """Exhaust generators, each in one of two threads, of which this one is one; with one thread for torch, in this one.
 
-    After an error or an interrupt no further step is begun in either, and none goes on when this returns.
+    After an error or an interrupt no further step is begun in either, and the one that was is waited for (unless a
+    second interrupt comes). ``spans.threads`` is for copies, which take too little time to be interrupted.
     """
-    pending, failed = iter(jobs), False
+    pending, failed, over = iter(jobs), False, object()
+    other_steps = threading.Lock()  # held during each step of the other thread
 
     @quietly
-    def work() -> None:
+    def work(steps: AbstractContextManager[object]) -> None:
         nonlocal failed
         try:
             for job in pending:  # which both threads take from
                 with closing(job):  # and with it the file that it has open
-                    for _ in job:
-                        if failed:
-                            return
+                    while True:
+                        with steps:
+                            if failed:
+                                return
+                            if next(job, over) is over:
+                                break
         except BaseException:
             failed = True
             raise
 
     if len(jobs) < 2 or torch.get_num_threads() == 1:
-        work()
+        work(nullcontext())
         return
     executor = ThreadPoolExecutor(1)
     try:
-        other = executor.submit(work)
-        work()
+        other = executor.submit(work, other_steps)
+        work(nullcontext())
         other.result()
-    except BaseException:  # an interrupt may come between any two lines
+    except BaseException:
         failed = True
-        raise
+        # An interrupt may come while the executor starts its thread, which it does not wait for then.
+        with other_steps:
+            raise
     finally:
         executor.shutdown()

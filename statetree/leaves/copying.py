@@ -263,7 +263,8 @@ class _CopyJob:
         left, right = self.pairing.left, self.pairing.right
         others = sorted({*self.pairing.others, *self.pairing.ordinary}.difference(self.taken)) if parts else []
         pairs = [(left[index], right[index]) for index in reversed(others)]
-        written = {id(a): b for a, b in pairs if (type(a), _learns(a)) == (type(b), _learns(b))}
+        kinds = [[(type(leaf), getattr(leaf, "requires_grad", None)) for leaf in pair] for pair in pairs]
+        written = {id(a): b for (a, b), (kind, other) in zip(pairs, kinds, strict=True) if kind == other}
         made = [written.get(id(part), views.get(index, fresh.get(index, part))) for index, part in enumerate(parts)]
         leaves = self._unpacked.pack(made, written)
         result = list(self.pairing.right)
@@ -297,10 +298,6 @@ class _CopyJob:
             for index, (neg, conj, *pair) in enumerate(bits)
             if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
         ]
-
-
-def _learns(leaf: Any) -> bool:
-    return bool(getattr(leaf, "requires_grad", False))
 
 
 def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
+from statetree.leaves.ties import sharing
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import shared_elements
@@ -22,6 +21,7 @@ from statetree.torch_internals import quietly, set_bits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 
@@ -131,11 +131,8 @@ def _check_objects(
     held: list[tuple[int, torch.Tensor]] = []
     for index, value in objects.items():
         with suppress(UnsupportedLeaf):  # what cannot be looked into is passed on
-            held += [(index, part) for part in unpack(verb, [value], lambda: [Path()], memory=False).parts]
-    rows = [*((owners[part], tensor) for part, tensor in parts.items()), *held] if held else []
-    rows = [(index, tensor) for index, tensor in rows if not tensor.is_meta]
-    pairs = shared_elements(Columns([tensor for _, tensor in rows]))
-    tied = dict.fromkeys((rows[a][0], rows[b][0]) for pair in pairs for a, b in permutations(pair))
+            held += [(index, part) for part in unpack(verb, [value], lambda: paths, memory=False).parts]
+    tied = sharing([*((owners[part], tensor) for part, tensor in parts.items()), *held]) if held else []
     found = [
         Difference(paths[one], "ties", "another dtype", f"one that the object at {paths[other]} holds")
         for one, other in tied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import StateTreeError
@@ -16,7 +17,7 @@ from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import quietly, storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -137,6 +138,13 @@ def object_ties(
             del over[part]
     found.lost.extend((part, source) for part, lost in over.items() for source in lost)
     return found
+
+
+def sharing(rows: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
+    """Return, both ways round, which leaves have elements in common, of tensors with the leaf of each."""
+    real = [(leaf, tensor) for leaf, tensor in rows if tensor.numel() and not tensor.is_meta]
+    pairs = shared_elements(Columns([tensor for _, tensor in real]))
+    return list(dict.fromkeys((real[a][0], real[b][0]) for pair in pairs for a, b in permutations(pair)))
 
 
 def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:

@@ -273,7 +273,8 @@ def _as_they_lie(
             users[number].append(place)
         for own in users.values():
             first = members[own[0]]
-            if other := next((at for at in own if results[members[at]].dtype != results[first].dtype), None):
+            other = next((at for at in own if results[members[at]].dtype != results[first].dtype), None)
+            if other is not None:
                 what = f"{results[first].dtype}, as {owners[first]} becomes, which shares its memory"
                 found = [Difference(owners[members[other]], "dtype", results[members[other]].dtype, what)]
                 raise TreeMismatch.between("combine", found, "Pass a function that makes one dtype of both.")

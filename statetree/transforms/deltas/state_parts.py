@@ -19,6 +19,7 @@ from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import Unpacked, unpack
+from statetree.leaves.ties import sharing
 from statetree.spans.bits import as_bits, as_plain, from_bits
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
@@ -261,18 +262,15 @@ class StateParts:
 
     def copies(self, leaves: Sequence[int]) -> list[Any]:
         """Return copies of leaves that are taken whole. Objects that hold views on others are refused."""
-        objects = [leaf for leaf in leaves if leaf not in self.parts_of]
+        objects = {leaf for leaf in leaves if leaf not in self.parts_of}
         opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of] if objects else []
-        inside, held = self._unpacked(opaque), [*self.tensors.values()] if objects else []
-        rows = [(part.leaf, part.piece) for part in held]
+        inside = self._unpacked(opaque)
+        rows = [(part.leaf, part.piece) for part in self.tensors.values()] if objects else []
         rows += [(leaf, as_plain(inside.parts[p])) for at, leaf in enumerate(opaque) for p in inside.parts_of(at)]
-        rows = [(leaf, tensor) for leaf, tensor in rows if tensor.numel() and not tensor.is_meta]
-        pairs = shared_elements(Columns([tensor for _, tensor in rows]))
-        shared = [(rows[a][0], rows[b][0]) for pair in pairs for a, b in permutations(pair)]
-        paths = self.paths() if shared else []
+        paths = self.paths() if objects else []
         found = [
             Difference(paths[leaf], "ties", f"a view on {paths[other]}", "a copy")
-            for leaf, other in dict.fromkeys(shared)
+            for leaf, other in sharing(rows)
             if leaf in objects and other not in objects
         ]
         if found:

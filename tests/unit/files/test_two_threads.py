@@ -3,6 +3,7 @@
 import _thread
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_after_an_error_no_further_step_begins(error, where):
         in_two_threads([job(), job(), steps(begun, "later")])
     count = len(begun)
     assert "later" not in begun
-    assert threading.active_count() == 1 or len(begun) == count
+    time.sleep(0.05)
+    assert len(begun) == count < 1_000_000
 
 
 @pytest.fixture
@@ -90,4 +92,5 @@ def test_an_interrupt_while_this_thread_waits_stops_the_other():
         in_two_threads([short(), long(), long()])
     count = len(begun)
     watcher.join()
+    time.sleep(0.05)
     assert len(begun) == count < 1_999_000
