@@ -348,7 +348,7 @@ class TestResults:
 
     def test_a_tensor_that_overlaps_itself_is_named(self):
         tied = torch.arange(6.0).as_strided((2, 2, 2), (1, 1, 1))
-        with pytest.raises(st.TreeMismatch, match=r"m\.v.*overlaps itself|overlap.* at m\.v"):
+        with pytest.raises(st.TreeMismatch, match=r"combine: overlap at m\.v"):
             st.combine(lambda x: x + torch.arange(8.0).view(2, 2, 2), {"m": {"v": tied}})
 
 
