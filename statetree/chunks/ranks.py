@@ -67,6 +67,13 @@ def own_ranks() -> Ranks:
     return Ranks(dist.get_rank(), range(dist.get_world_size()))
 
 
+def this_rank_alone() -> Ranks:
+    """Return this process as the only rank of a group. Kept for many tensors, it keeps what they have in common."""
+    import torch.distributed as dist
+
+    return Ranks(0, [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0])
+
+
 def ranks_named(ranks: Sequence[int]) -> str:
     """Name ranks in a message, the first ones if there are many."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

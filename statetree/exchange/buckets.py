@@ -6,7 +6,7 @@ the other where both are contiguous. While one round is under way, the next is p
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.exchange.executor import flat_bytes, is_flat
-from statetree.exchange.plan import ExchangePlan, Move, Part, Round, Transport
+from statetree.exchange.plan import ExchangePlan, Move, Round, Transport
 from statetree.exchange.stacks import (
     ALIGNMENT,
     Cut,
     Field,
     LargeBox,
+    Run,
     Side,
     Stack,
     cut_from,
@@ -279,25 +280,34 @@ def _fields(
     """Return the places in a bucket, shaped like what they hold, and the boxes of the pieces that belong there."""
     places: list[torch.Tensor] = []
     boxes: list[torch.Tensor] = []
+    parts = step.round.parts
+    whole = bucket[: bucket.numel() // ALIGNMENT * ALIGNMENT]
+    typed = {dtype: whole.view(dtype) for dtype in {part.dtype for part in parts}}
     for stack in side.stacks:
         for field in stack.fields:
-            held = _places(bucket, stack, field, step.round.parts[field.part])
+            part = parts[field.part]
             for run in field.runs:
-                one = held[:, run.first] if run.boxes == 1 else held[:, run.first : run.first + run.boxes]
-                places += one.unbind()
-                boxes += run.of([pieces[move][which][run.piece] for move in step.moves(field)], field.sizes)
+                places += _places(typed[part.dtype], stack, field, run, len(part.moves))
+                boxes += run.of([pieces[move][which][run.piece] for move in part.moves], field.sizes)
     return places, boxes
 
 
-def _places(bucket: torch.Tensor, stack: Stack, field: Field, part: Part) -> torch.Tensor:
-    """Return the elements of a field as ``[move, stretch, ...]``."""
-    itemsize = part.dtype.itemsize
-    typed = bucket[: bucket.numel() // ALIGNMENT * ALIGNMENT].view(part.dtype)
-    numel = prod(field.sizes)
-    strides = [prod(field.sizes[dim + 1 :]) for dim in range(len(field.sizes))]
-    shape = (len(part.moves), len(stack.peers) if stack.stride else 1, *field.sizes)
-    first = (stack.start + field.offset) // itemsize + typed.storage_offset()
-    return typed.as_strided(shape, (numel, stack.stride // itemsize, *strides), first)
+def _places(typed: torch.Tensor, stack: Stack, field: Field, run: Run, moves: int) -> Sequence[torch.Tensor]:
+    """Return the elements of a run in a bucket, for each move: one box, or several as ``[box, ...]``."""
+    itemsize = typed.itemsize
+    shape, stride = field.sizes, _dense(field.sizes)
+    first = (stack.start + run.first * stack.stride + field.offset) // itemsize + typed.storage_offset()
+    if run.boxes > 1:
+        shape, stride = (run.boxes, *shape), (stack.stride // itemsize, *stride)
+    if moves == 1:
+        return [typed.as_strided(shape, stride, first)]
+    return typed.as_strided((moves, *shape), (prod(field.sizes), *stride), first).unbind()
+
+
+@lru_cache(maxsize=1024)
+def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of dense elements."""
+    return tuple([prod(sizes[dim + 1 :]) for dim in range(len(sizes))])
 
 
 def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:

@@ -40,8 +40,9 @@ class Cuts(NamedTuple):
     high: torch.Tensor
 
     def at(self, chosen: torch.Tensor) -> Cuts:
-        """Return some of them."""
-        return Cuts(*[column[chosen] for column in self])
+        """Return some of them, by their rows or a mask."""
+        rows = chosen.nonzero()[:, 0] if chosen.dtype is torch.bool else chosen
+        return Cuts(*[column.index_select(0, rows) for column in self])
 
     @property
     def sizes(self) -> torch.Tensor:

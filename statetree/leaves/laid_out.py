@@ -21,6 +21,7 @@ from statetree.torch_internals import copy_each, storage_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.chunks.ranks import Ranks
     from statetree.key_paths import Path
 
 
@@ -72,8 +73,13 @@ def _relocated(tensor: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.T
     return whole
 
 
-def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedLeaf, LaidOutRecipe] | None:
-    """Divide a tensor into the blocks that another leaf is made of; ``None`` if that is not, or it is no tensor."""
+def laid_out(
+    verb: str, leaf: Any, path: Path, recipe: Recipe, alone: Ranks
+) -> tuple[DividedLeaf, LaidOutRecipe] | None:
+    """Divide a tensor into the blocks that another leaf is made of; ``None`` if that is not, or it is no tensor.
+
+    ``alone`` is this rank, without the others.
+    """
     leaf_type = leaf_type_of(type(leaf))
     if not isinstance(recipe.leaf, ConvertedLeaf) or leaf_type is None:
         return None
@@ -85,7 +91,7 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
         difference = Difference(path, "shape", tuple(recipe.leaf.shape), shape)
         raise TreeMismatch.between(verb, [difference], "Convert to the shape that is expected.")
     blocks = recipe.leaf.blocks()
-    parts: list[Any] = [AxisPart(leaf, leaf_type, *block) for block in blocks] if is_spread else []
+    parts: list[Any] = [AxisPart(leaf, leaf_type, *block, alone) for block in blocks] if is_spread else []
     if not is_spread:
         parts = [region.view(as_plain(leaf), sizes) for region, sizes in blocks]
     names = recipe.leaf_type.part_names(recipe.context, len(parts))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.cuts import Cut
+from statetree.chunks.ranks import this_rank_alone
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
@@ -59,11 +60,12 @@ def lower(
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
     paths: list[Path] = spec.paths() if also else []
+    alone = this_rank_alone() if also else None
     index = 0
     try:
         for index, leaf in enumerate(leaves):
             partner = also.get(paths[index]) if also else None
-            found = None if partner is None else laid_out(verb, leaf, paths[index], partner)
+            found = None if partner is None or alone is None else laid_out(verb, leaf, paths[index], partner, alone)
             if found is not None:
                 divided[index], recipes[paths[index]] = found
                 continue

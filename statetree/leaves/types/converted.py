@@ -13,7 +13,6 @@ from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, vi
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import add_interval
 from statetree.chunks.local import LocalChunks, MadePieces, location_of
-from statetree.chunks.ranks import Ranks, own_ranks
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.leaves.types.tensor import set_attributes
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.boxes import Interval
     from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.ranks import Ranks
     from statetree.leaves.engine_type import LeafContents
 
 
@@ -32,28 +32,30 @@ class AxisPart(LeafPart):
 
     The block lies at ``region`` in ``leaf``. This rank holds ``boxes`` of it, in tensors that lie elsewhere than in the
     leaf if ``is_moved``. Where it is made whole, it lies at its place in what is made of it, ``target``, and not by
-    itself: then nothing is left to copy, and what arrives later is in the result, too.
+    itself: then nothing is left to copy, and what arrives later is in the result, too. It is made with this rank,
+    ``alone``: what other ranks have does not matter.
     """
 
     __slots__ = ("boxes", "is_moved", "leaf", "leaf_type", "region", "target")
     stays_part = True
 
-    def __init__(self, leaf: Any, leaf_type: EngineLeafType, region: AxisRegion, sizes: Sequence[int]) -> None:
-        everyone = own_ranks()
-        alone = leaf_type.local_chunks(leaf, Ranks(0, [everyone.global_ranks[everyone.rank]]))
-        if alone.partials is not None:
+    def __init__(
+        self, leaf: Any, leaf_type: EngineLeafType, region: AxisRegion, sizes: Sequence[int], alone: Ranks
+    ) -> None:
+        own = leaf_type.local_chunks(leaf, alone)
+        if own.partials is not None:
             raise UnsupportedLeaf("the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first.")
         self.boxes: list[Box] = []
         tensors = []
         if 0 in sizes:
-            alone = alone._replace(boxes=[], pieces=[])
-        for held, piece in zip(alone.boxes, alone.pieces, strict=True):
+            own = own._replace(boxes=[], pieces=[])
+        for held, piece in zip(own.boxes, own.pieces, strict=True):
             for box in region.boxes_within(held, sizes):
                 inside = region.moved(box.start)
                 inside = inside._replace(start=(*map(sub, inside.start, held.start),))
                 self.boxes.append(box)
                 tensors.append(inside.view(piece.detach(), box.sizes))
-        super().__init__(tensors, alone.dtype, sizes)
+        super().__init__(tensors, own.dtype, sizes)
         self.region = region
         self.leaf, self.leaf_type = leaf, leaf_type
         self.is_moved = False

@@ -116,6 +116,20 @@ def test_every_element_arrives(given, bucket_bytes, travels, arrange):
     WiredRanks(integers(given), RANKS, bucket_bytes, arrange=arrange).run(times=2).check()
 
 
+@pytest.mark.parametrize("to", ["one", "columns"])
+def test_peers_of_whom_no_two_are_alike(to):
+    ranks = 12
+    everyone = tuple(range(ranks))
+    given = []
+    for rows in range(3 * ranks, 5 * ranks):  # each ends on another rank, most of them with a smaller box
+        shape = (rows, 1 + rows % 3, 5)
+        source = mesh_layout(shape, (ranks,), everyone, (Split(0, 0, 1),))
+        target = whole_on(shape, [0]) if to == "one" else mesh_layout(shape, (ranks,), everyone, (Split(0, 2, 1),))
+        given += [Move(source, target, torch.int64)] * (1 + rows % 2)
+    for arrange in (torch.clone, columns_first):
+        WiredRanks(given, ranks, 1 << 20, arrange=arrange).run(times=2).check()
+
+
 @given(given=many_moves())
 def test_what_a_rank_has_stays_there(given):
     for rank, move, box, piece in WiredRanks(integers(given), RANKS, 1 << 20).run().arrived():
