@@ -119,12 +119,9 @@ class _Column(NamedTuple):
     def fields_of(self, peers: torch.Tensor) -> dict[int, Field]:
         """Return the boxes of those of some peers that have one, each as the first in a stretch by itself."""
         chosen = self.cuts.at(torch.isin(self.cuts.peer, peers))
-        rows = zip(*map(torch.Tensor.tolist, (chosen.peer, chosen.piece, chosen.sizes)), strict=True)
-        cuts = cuts_of(chosen, self.pieces)
-        return {
-            peer: Field(self.number, 0, (*sizes,), [Run(0, 1, piece, cut)])
-            for (peer, piece, sizes), cut in zip(rows, cuts, strict=True)
-        }
+        sizes, cuts = chosen.sizes.tolist(), cuts_of(chosen, self.pieces)
+        rows = zip(chosen.peer.tolist(), chosen.piece.tolist(), sizes, cuts, strict=True)
+        return {peer: Field(self.number, 0, tuple(size), [Run(0, 1, piece, cut)]) for peer, piece, size, cut in rows}
 
 
 def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
