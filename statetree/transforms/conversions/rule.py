@@ -40,6 +40,8 @@ class Slot(NamedTuple):
 
 #: A leaf of a rule: which slot, and where along its axes.
 Place = tuple[int, tuple[int, ...]]
+#: Where a name belongs: the leaf, which of its names, and its captures.
+Hit = tuple[Place, int, "re.Match[str]"]
 
 
 class PlannedLeaf(NamedTuple):
@@ -117,7 +119,12 @@ class Rule:
                 odd = ", ".join(sorted(ours ^ theirs))
                 raise self._refused("the same axes on both sides", f"{odd} on one side only")
 
-    def matches(self, name: str, *, back: bool = False) -> Iterator[tuple[Place, int, re.Match[str]]]:
+    @property
+    def is_rest(self) -> bool:
+        """Whether it is for the leaves that no other rule takes: they keep their names."""
+        return [*self.left] == [*self.right] == ["**"]
+
+    def matches(self, name: str, *, back: bool = False) -> Iterator[Hit]:
         """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures."""
         for number, slot in enumerate(self.target if back else self.source):
             for which, pattern in enumerate(slot.names):

@@ -17,7 +17,7 @@ from statetree.tree.selection import compiled_glob
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.transforms.conversions.rule import Place
+    from statetree.transforms.conversions.rule import Hit, Place
     from statetree.tree.spec import TreeSpec
 
 _REMEDY = "Change the rules or the tree."
@@ -43,6 +43,8 @@ class Conversion:
     sums ``(a + b)`` for concatenation, ``1``. Summands pair with tensors in the order written; equal names are equal
     sizes. What paths of one side capture and the other's do not is an axis there, with a leaf for each index. Sizes
     follow from shapes, or are given.
+
+    The rule ``("**", "**")`` is for the rest: what no other rule takes keeps its name.
 
     Every rule takes each element to one place, so that ``inverse`` gives back what was there, bit for bit, ties
     included. A rule that matches nothing is skipped. A tree of one level becomes one whose keys are whole names; others
@@ -159,6 +161,9 @@ class Conversion:
         maker = LeafMaker("Conversion", leaves, spec)
         for instance in self._instances(texts, wrong):
             plans += self._leaf_plans(instance, maker, wrong)
+        if plans and not spec.nodes:
+            msg = "Conversion: a single leaf has no path to convert: expected a container. Put the leaf into a dict."
+            raise TreeMismatch(msg)
         taken: dict[str, str] = {}
         for plan in plans:
             for name in plan.names:
@@ -176,15 +181,21 @@ class Conversion:
         """Return the rule that takes a name of the result on the way back, and which leaf it is then."""
         if self.ignores(name):
             return "none: it is ignored", None
-        hits = [(rule, hit) for rule in self._rules for hit in rule.matches(name, back=True)]
+        hits = self._hits(name, back=True)
         if len(hits) != 1:
-            return " and ".join(str(rule) for rule, _ in hits) or "none", None
-        rule, (place, _, match) = hits[0]
+            return " and ".join(str(self._rules[number]) for number, _ in hits) or "none", None
+        number, (place, _, match) = hits[0]
+        rule = self._rules[number]
         return rule, (place, {name: match[name] for name in rule.shared})
 
     def ignores(self, path: str) -> bool:
         """Whether a path is left out."""
         return any(compiled_glob(glob).fullmatch(path) for glob in self._ignore)
+
+    def _hits(self, name: str, *, back: bool = False) -> list[tuple[int, Hit]]:
+        """Return the rules that take a name, and which leaf it is for each. The one for the rest comes after others."""
+        hits = [(number, hit) for number, rule in enumerate(self._rules) for hit in rule.matches(name, back=back)]
+        return [found for found in hits if not self._rules[found[0]].is_rest] or hits
 
     def _instances(self, texts: Sequence[str], wrong: list[Difference]) -> list[_Instance]:
         """Return the leaves that each rule takes together, and add what no rule takes, or two do, to ``wrong``."""
@@ -192,7 +203,7 @@ class Conversion:
         for index, text in enumerate(texts):
             if self.ignores(text):
                 continue
-            hits = [(number, hit) for number, rule in enumerate(self._rules) for hit in rule.matches(text)]
+            hits = self._hits(text)
             if not hits and self._strict:
                 wrong.append(Difference(_path(text), "rules", "none", "one that takes it"))
             if len(hits) > 1:

@@ -339,3 +339,38 @@ def test_an_empty_block_does_not_make_a_copy():
     made = st.Conversion([(["a", "b", "c"], "x", "f m, g m, h m -> (f + g + h) m")])(state)["x"]
     assert made.data_ptr() == whole.data_ptr()
     assert torch.equal(made, whole)
+
+
+REST = ("**", "**")
+
+
+@pytest.mark.parametrize("rules", [[FUSED, REST], [REST, FUSED]], ids=["last", "first"])
+def test_the_rest_keeps_its_name(rules):
+    conversion = st.Conversion(rules, sizes={"q": 2, "d": 2}, ignore=["**.inv_freq"])
+    rest = {"norm.weight": ramp(3), "step": 7}
+    made = conversion({**attention(), **rest, "rope.inv_freq": ramp(2)})
+    assert list(made) == ["0.qkv", "norm.weight", "step"]
+    assert made["norm.weight"] is rest["norm.weight"]
+    assert_trees_equal(conversion.inverse(made), {**attention(), **rest}, ties=False)
+    assert "norm.weight (3,) <- norm.weight (3,)" in conversion.explain(rest)
+    assert_trees_equal(conversion({"model": {"norm": ramp(3)}}), {"model": {"norm": ramp(3)}}, ties=False)
+
+
+def test_what_another_rule_would_take_back_is_no_rest():
+    conversion = st.Conversion([("a", "b"), REST])
+    with pytest.raises(
+        st.TreeMismatch, match=r"way back differs at b: expected the rule \*\* <-> \*\* alone, got a <-> b"
+    ):
+        conversion({"b": ramp(2)})
+    with pytest.raises(st.TreeMismatch, match="origin differs at b"):
+        conversion({"a": ramp(2), "b": ramp(2)})
+
+
+def test_two_rules_of_which_none_is_for_the_rest_take_no_leaf_together():
+    with pytest.raises(st.TreeMismatch, match=r"rules do not fit at a: .* got a <-> b and \{x\}"):
+        st.Conversion([("a", "b"), ("{x}", "{x}"), REST])({"a": ramp(2)})
+
+
+def test_a_single_leaf_has_no_path_to_convert():
+    with pytest.raises(st.TreeMismatch, match="Conversion: a single leaf has no path to convert"):
+        st.Conversion([REST])(ramp(2))
