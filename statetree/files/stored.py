@@ -303,8 +303,8 @@ class StoredTensor:
             yield (*map(slice, box.start, box.stop),)
 
     def location(self) -> Any:
-        """Return what is equal for stored tensors that are the same view on the same bytes."""
-        if self._find is None:
+        """Return what is equal for stored tensors that are the same view on the same bytes, of which there are some."""
+        if self._find is None or not self.numel:
             return id(self)
         views = [(str(p.file.path), p.file.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*views, self.dtype, self._kept.dtype)

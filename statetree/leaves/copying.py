@@ -301,8 +301,11 @@ class _CopyJob:
 
 
 def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:
-    """Return independent copies of leaves, each on its own device. Atoms are passed by identity."""
-    unpacked = unpack(verb, leaves, paths)
+    """Return independent copies of leaves, each on its own device. Atoms are passed by identity.
+
+    What several objects share, their copies do, too.
+    """
+    unpacked = unpack(verb, leaves, paths, together=True)
     return unpacked.pack(copies_of(unpacked.columns))
 
 

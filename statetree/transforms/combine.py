@@ -15,7 +15,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
-from statetree.leaves.ties import lie_alike, view_key
+from statetree.leaves.ties import lie_alike, sharing, view_key
 from statetree.leaves.types.tensor import identified
 from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
@@ -27,7 +27,7 @@ from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
     from statetree.tree.selection import Where
@@ -99,6 +99,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
     wrong += [] if wrong else [difference for row in rows for difference in _differences(row)]
     if wrong:
         raise TreeMismatch.between("combine", wrong, "Combine trees that are alike.")
+    _keep_ties(_cut_ties(leaves, mask, paths))
     result = list(leaves)
     later, now = _later(fn, dict(zip(chosen, rows, strict=True)))
     for index, leaf in later.items():
@@ -172,6 +173,25 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else int(version_of(tensor))
 
 
+def _cut_ties(leaves: Sequence[Any], mask: Sequence[bool], paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the stored leaves that are combined and lie, in the file, where others do that are not."""
+    stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf) and leaf.is_strided]
+    places = {index: leaves[index].location() for index in stored}
+    others = {place for index, place in places.items() if not mask[index]}
+    mapped = [(index, as_plain(leaves[index].outline)) for index in stored if not leaves[index].outline.is_meta]
+    cut = {one for one, other in sharing(mapped) if not mask[other]} if others else set()
+    for index in stored:
+        if mask[index] and (places[index] in others or index in cut):
+            yield paths[index], "what shares its memory"
+
+
+def _keep_ties(cut: Iterable[tuple[Path, str]]) -> None:
+    """Raise ``TreeMismatch`` if there are leaves whose ties would be cut."""
+    found = [Difference(path, "ties", "values of its own", what) for path, what in dict.fromkeys(cut)]
+    if found:
+        raise TreeMismatch.between("combine", found, "Combine trees that are tied alike, and all tied leaves or none.")
+
+
 def _later(
     fn: Callable[..., torch.Tensor], rows: dict[int, _Counterparts]
 ) -> tuple[dict[int, Any], dict[int, _Counterparts]]:
@@ -239,9 +259,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
         )
         if not alike and max(a, b) >= 0:
             wrong.append((owners[max(a, b)], "what shares its memory"))
-    if wrong:
-        found = [Difference(path, "ties", "values of its own", what) for path, what in dict.fromkeys(wrong)]
-        raise TreeMismatch.between("combine", found, "Combine trees that are tied alike, and all tied leaves or none.")
+    _keep_ties(wrong)
     fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)], owners)
     recipes = dict(first.recipes)
     made = list(first.parts)

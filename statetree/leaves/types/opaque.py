@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
@@ -159,7 +160,7 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 
 
 class _TakeAllApart(TakeApart):
-    """Notes for every tensor which of several objects it was found in.
+    """Notes for every tensor which of several objects it was found in first, and for all else in which it was found.
 
     They are pickled as one list, so that what they share stays shared, and pickle comes to them in its order.
     """
@@ -169,6 +170,7 @@ class _TakeAllApart(TakeApart):
         self._values = values
         self._current = -1
         self.owners: list[int] = []
+        self.found_in: defaultdict[int, set[int]] = defaultdict(set)
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         following = self._current + 1
@@ -176,6 +178,10 @@ class _TakeAllApart(TakeApart):
             self._current = following
         result = super().persistent_id(obj)
         self.owners += [max(self._current, 0)] * (len(self.tensors) - len(self.owners))
+        is_kept = isinstance(result, tuple) or (result is not None and result < 0)
+        is_kept = is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)
+        if self._current >= 0 and not is_kept:
+            self.found_in[id(obj)].add(self._current)  # pickle keeps it alive
         return result
 
 
@@ -239,6 +245,13 @@ class OpaqueType(EngineLeafType):
         with torch_function_enabled():
             pickler.dump(list(values))
         return pickler.tensors, pickler.rest(), pickler.owners
+
+    def shared_by(self, values: Sequence[Any]) -> set[frozenset[int]]:
+        """Return, for each object or tensor that several objects hold, which of them do."""
+        pickler = _TakeAllApart(io.BytesIO(), self._leaf_type_of, values)
+        with torch_function_enabled():
+            pickler.dump(list(values))
+        return {frozenset(found) for found in pickler.found_in.values() if len(found) > 1}
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         with torch_function_enabled():

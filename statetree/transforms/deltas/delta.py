@@ -185,7 +185,8 @@ def delta(new: Any, base: Any) -> Delta:
     For each tensor this is nothing, the positions and values of the elements that differ, or the whole tensor:
     whichever takes the fewest bytes. NaNs are compared by their bits, and ``0.0`` differs from ``-0.0``. A leaf that is
     made of several tensors (sparse, quantized, a wrapper) is compared by these. Where they have other sizes, and for
-    everything else (plain values, opaque objects), it is the whole leaf, if it differs. Neither tree changes.
+    everything else (plain values, opaque objects), it is the whole leaf, if it differs, and with it those that share
+    objects with it (a scheduler holds its optimizer). Neither tree changes.
 
     Args:
         new: Any tree.
@@ -238,6 +239,11 @@ def delta(new: Any, base: Any) -> Delta:
                 seen[place] = _change(x, y)
             if (change := seen[place]) is not None:
                 tensors[name] = change
+    if any(b.is_object(leaf) for leaf in whole):
+        new_of, base_of = {other: one for one, other in pairs}, dict(pairs)
+        groups = [*b.sharing_objects(), *({base_of[leaf] for leaf in own} for own in a.sharing_objects())]
+        while own := next((own for own in groups if not own.isdisjoint(whole) and not own <= whole.keys()), None):
+            whole |= {leaf: (new_of[leaf], (b.number(leaf), a.number(new_of[leaf]))) for leaf in own - whole.keys()}
     if tensors and (tied := b.entangled(tensors, whole)):
         found = [Difference(b.paths()[leaf], kind, "values of its own", memory) for leaf, kind, memory in tied]
         raise TreeMismatch.between("delta", found, "Take them apart in the base, or make both the same view.")
@@ -355,13 +361,18 @@ def apply_delta(delta: Delta, tree: T) -> T:
         elif not found.equal(after):
             raise mismatch(verb, name, "the elements of the base where the delta writes", "others")
     fresh: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     for name, value in delta.values.items():
         numbers, leaf = value.known(verb, name), leaf_of[name]
         number = state.number(leaf)
         if number not in numbers:
             raise mismatch(verb, name, "the value of the base", "another one")
-        if number == numbers[0]:
+        if state.is_object(leaf):
+            objects[leaf] = value.value
+        if number == numbers[0] != numbers[1]:
             fresh[leaf] = value.value
+    if not objects.keys().isdisjoint(fresh):
+        fresh |= objects
     for leaf, _, memory in state.entangled(delta.tensors, fresh) if writes else ():
         raise mismatch(verb, state.keys[leaf], "memory of its own", memory)
     leaves = list(state.leaves)

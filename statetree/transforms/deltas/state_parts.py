@@ -13,7 +13,7 @@ from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.digesting import refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
-from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
@@ -217,6 +217,15 @@ class StateParts:
     def is_value(self, leaf: int) -> bool:
         """Whether a leaf is neither a strided nor a distributed tensor: then it may be taken whole."""
         return self.texts[leaf].startswith("a value")
+
+    def is_object(self, leaf: int) -> bool:
+        """Whether a leaf is an opaque object."""
+        return leaf_type_of(type(self.leaves[leaf])) is OPAQUE
+
+    def sharing_objects(self) -> list[set[int]]:
+        """Return the leaves that hold an object or a tensor which several of them hold."""
+        objects = [leaf for leaf in self.manifest.order if self.is_object(leaf)]
+        return [{objects[at] for at in own} for own in OPAQUE.shared_by([self.leaves[leaf] for leaf in objects])]
 
     def paths(self) -> Sequence[Path]:
         """Return the paths of the leaves."""

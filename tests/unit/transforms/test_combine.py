@@ -373,3 +373,32 @@ class TestDtypes:
             st.TreeMismatch, match=f"combine: dtype differs at {keys[1]}: expected .*as {keys[0]} becomes"
         ):
             st.combine(lambda x: x * self.third, {key: views[key] for key in keys})
+
+
+class TestTiesInFiles:
+    """What lies in one memory of a file is combined together, or not at all."""
+
+    @pytest.mark.parametrize("part", [slice(None), slice(0, 2)], ids=["same", "part"])
+    def test_a_leaf_is_not_combined_without_its_ties(self, part, tmp_path):
+        whole = torch.arange(4.0)
+        st.save({"w": whole, "v": whole[part], "u": torch.ones(4)}, tmp_path / "a.pt")
+        stored = st.files.open(tmp_path / "a.pt")
+        with pytest.raises(st.TreeMismatch, match="combine: ties at w: values of its own cannot go into what shares"):
+            st.combine(lambda x: x * 2, stored, where="w")
+        assert st.offload(st.combine(lambda x: x * 2, stored, where="u"))["u"].tolist() == [2.0] * 4
+
+    @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
+    def test_leaves_without_elements_keep_their_shapes(self, name, tmp_path):
+        state = {"a": torch.zeros(3, 0), "b": torch.zeros(0, 5), "c": torch.zeros(3, 0), "w": torch.ones(2)}
+        st.save(state, tmp_path / name)
+        stored = st.files.open(tmp_path / name)
+        for made in (
+            st.combine(lambda x: x * 2, stored),
+            st.update(stored, "*", lambda x: x * 2),
+            st.map_leaves(lambda x: x * 2, stored),
+        ):
+            found = st.offload(made)
+            assert {key: tuple(leaf.shape) for key, leaf in found.items()} == {
+                "a": (3, 0), "b": (0, 5), "c": (3, 0), "w": (2,)
+            }  # fmt: skip
+            assert found["a"] is not found["c"]
