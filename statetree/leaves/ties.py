@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from fractions import Fraction
 from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -147,15 +148,25 @@ def sharing(rows: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((real[a][0], real[b][0]) for pair in pairs for a, b in permutations(pair)))
 
 
-def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether two tensors lie to each other as two others do, which are views of the same kinds."""
+def lie_alike(
+    pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor], *, converted: bool = False
+) -> bool:
+    """Whether two tensors lie to each other as two others do, which are views of the same kinds.
+
+    Args:
+        pair: One of the two, and one of the others.
+        other: The other one of each.
+        converted: Whether the others may be of another dtype, both of the same.
+    """
     for a, b in (pair, other):
         bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-        if not bits or (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+        if not bits or (a.shape, a.stride()) != (b.shape, b.stride()) or not (converted or a.dtype == b.dtype):
             return False
     facing = list(zip(pair, other, strict=True))
-    on_one = all(storage_key(a.untyped_storage()) == storage_key(b.untyped_storage()) for a, b in facing)
-    return on_one and len({a.data_ptr() - b.data_ptr() for a, b in facing}) == 1
+    for a, b in facing:
+        if a.dtype != b.dtype or storage_key(a.untyped_storage()) != storage_key(b.untyped_storage()):
+            return False
+    return len({Fraction(a.data_ptr() - b.data_ptr(), a.itemsize) for a, b in facing}) == 1
 
 
 def _view_on(part: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:

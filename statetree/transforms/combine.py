@@ -255,7 +255,8 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
         a, b = (row_of.get(id(real[index]), -1) for index in pair)
         alike = min(a, b) >= 0 and used[a][0].dtype == used[b][0].dtype
         alike = alike and all(
-            lie_alike((used[a][0], x), (used[b][0], y)) for x, y in zip(used[a][1:], used[b][1:], strict=True)
+            lie_alike((used[a][0], x), (used[b][0], y), converted=True)
+            for x, y in zip(used[a][1:], used[b][1:], strict=True)
         )
         if not alike and max(a, b) >= 0:
             wrong.append((owners[max(a, b)], "what shares its memory"))

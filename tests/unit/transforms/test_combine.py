@@ -402,3 +402,35 @@ class TestTiesInFiles:
                 "a": (3, 0), "b": (0, 5), "c": (3, 0), "w": (2,)
             }  # fmt: skip
             assert found["a"] is not found["c"]
+
+    def test_strides_are_those_of_the_first_tree(self, tmp_path):
+        state = {
+            "spaced": torch.arange(8.0)[::2],
+            "turned": torch.arange(6.0).view(2, 3).mT,
+            "expanded": torch.arange(3.0).expand(2, 3),
+        }
+        torch.save(state, tmp_path / "a.pt")
+        stored = st.files.open(tmp_path / "a.pt")
+        found = st.offload(st.combine(lambda x: x.double() * 2, stored))
+        assert {key: leaf.stride() for key, leaf in found.items()} == {k: leaf.stride() for k, leaf in state.items()}
+        assert all(torch.equal(found[key], leaf.double() * 2) for key, leaf in state.items())
+
+    def test_what_overlaps_itself_is_refused_with_its_path(self, tmp_path):
+        torch.save({"x": torch.arange(4.0).as_strided((2, 3), (1, 1))}, tmp_path / "a.pt")
+        combined = st.combine(lambda x: x * 2, st.files.open(tmp_path / "a.pt"))
+        with pytest.raises(st.UnsupportedLeaf, match="offload: the leaf at x overlaps itself"):
+            st.offload(combined)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_trees_of_other_dtypes_may_be_tied_alike(shift):
+    """As a moving average in float32 of a model in bfloat16."""
+    average, model = torch.arange(6.0), torch.arange(8).bfloat16()
+    trees = {"w": average, "v": average[2:]}, {"w": model[:6], "v": model[2 + shift : 6 + shift]}
+    if shift:
+        with pytest.raises(st.TreeMismatch, match="combine: ties at v"):
+            st.combine(lambda x, y: x.lerp(y.float(), 0.5), *trees)
+        return
+    made = st.combine(lambda x, y: x.lerp(y.float(), 0.5), *trees)
+    assert made["v"].data_ptr() == made["w"][2:].data_ptr()
+    assert torch.equal(made["w"], average)
