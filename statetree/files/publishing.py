@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from weakref import WeakSet
 
 from statetree.errors import CheckpointError
 
@@ -117,28 +118,48 @@ def write_whole(
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Let no other process that does so go on in the directory meanwhile."""
-    # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
-    handle = os.open(directory, os.O_RDONLY)
-    _handles.add(handle)
+    lock = _Lock(os.open(directory, os.O_RDONLY))
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(lock.handle, fcntl.LOCK_EX)
         yield
     finally:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        _handles.discard(handle)
+        lock.release()
+
+
+class _Lock:
+    """A handle on which a lock may lie. If an interrupt comes as it is released, it is when nobody refers to it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self._process = os.getpid()
+        _locks.add(self)
+
+    def release(self) -> None:
+        """Unlock, and close the handle."""
+        if self.handle >= 0 and self._process == os.getpid():
+            # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
+            with suppress(OSError):
+                fcntl.flock(self.handle, fcntl.LOCK_UN)
+            self.close()
+
+    __del__ = release
+
+    def close(self) -> None:
+        """Close the handle alone."""
+        handle, self.handle = self.handle, -1
         os.close(handle)
 
 
-#: The handles by which this process is alone in a directory.
-_handles: Final[set[int]] = set()
+#: Those by which this process is alone in a directory.
+_locks: Final[WeakSet[_Lock]] = WeakSet()
 
 
 def _leave_to_the_parent() -> None:
     """In a forked process: let go of directories that the parent is alone in, which may be killed before it is done."""
-    while _handles:
-        os.close(_handles.pop())
+    for lock in list(_locks):
+        if lock.handle >= 0:
+            lock.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)

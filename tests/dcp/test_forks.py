@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import gc
 import os
 import signal
 import threading
@@ -117,6 +119,25 @@ def test_a_child_that_outlives_a_killed_trainer_keeps_no_step_that_was_half_writ
         os.kill(int(child), signal.SIGKILL)
         os.close(told)
         os.close(tell)
+
+
+def test_a_lock_does_not_outlive_an_interrupt_that_comes_as_it_is_released(tmp_path, monkeypatch):
+    flock, interrupts = fcntl.flock, [KeyboardInterrupt]
+
+    def interrupted(handle, operation):
+        if operation == fcntl.LOCK_UN and interrupts:
+            raise interrupts.pop()
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt), alone_in(tmp_path):
+        pass
+    gc.collect()  # pytest's record of the error held the frame
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(handle)
 
 
 @pytest.mark.parametrize(
