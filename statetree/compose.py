@@ -213,8 +213,9 @@ def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prep
     Raises:
         TypeError: If the verb moves no elements, or in several steps.
         Exception: What the verb raises. On every rank, as there.
-        RankMismatch: When elements are to move: if on some rank a tensor was moved, resized, freed or replaced since.
-            On every rank, before anything moves.
+        RankMismatch: When elements are to move: if on some rank a tensor that was passed was resized, freed, or given
+            other memory since. On every rank, before anything moves. (A model whose parameters are replaced does not
+            touch the tensors of an earlier ``state_dict()``: these are sent again, and nothing is noticed.)
 
     Example:
         >>> import statetree as st, torch

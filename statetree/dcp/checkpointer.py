@@ -275,7 +275,8 @@ class Checkpointer(Schedule):
             weights_only: As for ``statetree.load``.
             verify: As for ``statetree.load``.
             cast: As for ``statetree.load``.
-            strict: As for ``statetree.load``.
+            strict: As for ``statetree.load``; but what the checkpoint has beside the template's keys is left unread, so
+                that a model can be restored alone. A key that was forgotten is not noticed.
 
         Returns:
             The tree.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from statetree.errors import TreeMismatch
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
@@ -68,7 +69,7 @@ def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any) -> An
     """
     try:
         saved, outline = flatten_for("restore", path(tree))
-    except (LookupError, AttributeError, TypeError):
+    except (TreeMismatch, LookupError, AttributeError, TypeError):
         return state
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))

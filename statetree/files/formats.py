@@ -81,7 +81,17 @@ def opened(
 ) -> OpenedCheckpoint:
     """Open a checkpoint, and return what is known of it beside its tree.
 
+    ``opened(path).verify()`` reads all of it, compares stored checksums, and returns how many there were; it raises
+    ``CheckpointError`` with the file and the entry where one differs. (safetensors has none.)
+
     Arguments: as ``open``, and ``load``.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/model.pt"
+        >>> st.save({"w": torch.ones(2)}, path)
+        >>> st.files.opened(path).verify() > 0
+        True
     """
     options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
     checkpoint, files = (_far(path), RemoteFiles(**options)) if is_url(path) else (Path(path), OpenFiles(**options))
@@ -200,7 +210,8 @@ def save(
     Args:
         tree: Any tree, ``StoredTensor`` included.
         path: ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` for a torch file, ``.safetensors`` or
-            ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory. The same on every rank.
+            ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory. The same on every rank. The
+            folder that it lies in must exist. (Torch files take no containers that ``torch.load`` refuses: deques.)
         group: The ranks that hold the tree; by default all.
         overwrite: Whether an existing checkpoint is replaced.
         shard_bytes: The number of bytes after which a new safetensors file begins.

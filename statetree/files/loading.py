@@ -318,7 +318,7 @@ def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
 
 def _not_admitted(what: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{what}: {name} is no class that load makes. If you trust it: of a directory, name the class with "
+        f"{what}: load does not make what it holds ({name}). If you trust it: of a directory, name the class with "
         "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
     )
 

@@ -236,7 +236,7 @@ class TorchFormat(CheckpointFormat):
         except UnpicklingError as error:
             refused = gist(error)
         if refused:
-            what = f"the {_culprit(tree)} holds what torch.load(weights_only=True) refuses: {refused}"
+            what = f"the {_culprit(tree, refused)} holds what torch.load(weights_only=True) refuses: {refused}"
             raise CheckpointError(f"save: {what}. Leave it out (select), or convert it to plain values.")
         foreign = _foreign(folder / name)
         if foreign:
@@ -257,9 +257,12 @@ def _foreign(path: Path) -> list[str]:
     return archive.foreign
 
 
-def _culprit(tree: Any) -> str:
-    """Return which value of a tree that was refused is refused by itself, for a message."""
+def _culprit(tree: Any, refused: str = "") -> str:
+    """Return which value of a tree that was refused is refused by itself, for a message; ``refused`` names classes."""
     leaves, spec = flatten(tree)
+    for visit in spec.walk():
+        if visit.cls is not None and f"{visit.cls.__module__}.{visit.cls.__qualname__}" in refused.split(", "):
+            return f"{visit.cls.__qualname__} at {visit.path or '<root>'}"
     tensors_last = sorted(zip(spec.paths(), leaves, strict=True), key=lambda pair: isinstance(pair[1], torch.Tensor))
     for path, leaf in tensors_last:
         if not is_loaded(leaf):

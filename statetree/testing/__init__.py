@@ -51,6 +51,9 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
     _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
     __all__ = sorted([*_MODULES, "laws"])
 
+    def __dir__() -> list[str]:
+        return list(__all__)
+
     def __getattr__(name: str) -> Any:
         """Import what is asked for, when it first is."""
         if name not in (*__all__, "samples", "states"):

@@ -74,6 +74,9 @@ def similarity(
     the same kind. Devices, strides, instance attributes and ``requires_grad`` are not compared. Any two values can be
     compared. A value that raises when it is read differs from everything, itself included. Neither tree is changed.
 
+    Nothing communicates: of distributed tensors each rank compares what it holds, and may find another answer than
+    others. ``digest(a).differing(digest(b))`` tells every rank the same, ``audit`` compares replicas.
+
     If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written). So trees
     differ if tensors overlap in only one of them; but a view that appears twice may correspond to two tensors with
     equal values.

@@ -127,6 +127,16 @@ def test_an_object_that_does_not_fit_is_named(tmp_path):
             saved.restore({"other": nn.Linear(2, 3)})
 
 
+def test_an_object_that_was_not_saved_is_named(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": nn.Linear(2, 3), "step": 1})
+        with pytest.raises(
+            statetree.TreeMismatch, match=r"(?s)load: .*missing at ema\.weight.*With strict=False"
+        ) as error:
+            checkpointer.restore({"model": nn.Linear(2, 3), "ema": nn.Linear(2, 3), "step": 0})
+    assert [str(found.path) for found in error.value.differences] == ["ema.weight", "ema.bias"]
+
+
 def test_what_state_dict_raises_is_raised_and_nothing_is_saved(tmp_path):
     class Broken(AppState):
         def state_dict(self):

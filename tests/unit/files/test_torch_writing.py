@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -65,3 +66,9 @@ def test_what_torch_alone_reads_is_warned_of(tmp_path):
         with pytest.raises(st.CheckpointError, match=r"a torch file, read with torch\.load"):
             st.load(tmp_path / "a.pt")
         st.save({"a": torch.ones(2)}, tmp_path / "b.pt")  # without a warning, which would be an error here
+
+
+def test_a_container_that_torch_does_not_load_is_named_with_its_path(tmp_path):
+    state = {"a": [{"w": torch.ones(2), "queue": deque([torch.ones(2)])}]}
+    with pytest.raises(st.CheckpointError, match=r"save: the deque at a\.0\.queue holds what .* collections\.deque"):
+        st.save(state, tmp_path / "a.pt")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from statetree import testing
 from statetree.testing.pace import units
 
 ROOT = Path(__file__).parents[3]
@@ -125,3 +126,9 @@ def test_a_suite_with_the_same_names_runs_as_before(tmp_path):
     done = pytest_run(tmp_path, FOREIGN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+def test_names_of_the_package_are_completed():
+    names = dir(testing)
+    assert {"check_transform", "conformance", "run_ranks", "state_trees", "laws"} <= set(names)
+    assert "import_module" not in names
