@@ -275,8 +275,8 @@ class Checkpointer(Schedule):
             weights_only: As for ``statetree.load``.
             verify: As for ``statetree.load``.
             cast: As for ``statetree.load``.
-            strict: As for ``statetree.load``; but what the checkpoint has beside the template's keys is left unread, so
-                that a model can be restored alone. A key that was forgotten is not noticed.
+            strict: As for ``statetree.load``; but mappings may leave out keys of the checkpoint, so that a model can be
+                restored alone. What no rank's template has is named in the log, if there is no ``where``.
 
         Returns:
             The tree.
@@ -302,7 +302,7 @@ class Checkpointer(Schedule):
                 check_step("restore", step)
 
             since = time.monotonic()
-            options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
+            options = LoadOptions(True, cast, strict, verify, weights_only, partly=set(), where=where)  # noqa: FBT003
             restoration = Restoration(self._series, group, step, state, options)
             loaded = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
 from statetree.dcp.stateful import StatefulTree
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
     from statetree.dcp.series import Series, StepDirectory
     from statetree.files.loading import LoadOptions
+
+
+_log: Final = logging.getLogger("statetree")
 
 
 class Restoration:
@@ -54,12 +59,26 @@ class Restoration:
                 if damaged:
                     what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
                     warn(f"restore: {what}")
+                self._tell_left()
                 return self._tree.loaded(loaded)
+
+    def _tell_left(self) -> None:
+        """Log what the checkpoint has and no rank's template: an optimizer, say, that somebody forgot."""
+        left = self._options.partly
+        told = self._ranks.told_once(json.dumps(sorted(left)).encode() if left else None)
+        if sum(len(ranks) for _, ranks in told) < self._ranks.size:
+            return
+        common = sorted(set[str].intersection(*(set(json.loads(text)) for text, _ in told)))
+        if common and self._ranks.rank == 0:
+            names = ", ".join(common[:5]) + (f" and {len(common) - 5} more" if len(common) > 5 else "")
+            _log.warning("restore: step %d has what the template lacks: %s. It is left.", self.found.step, names)
 
     def _load(self) -> Any:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
             path, template = self._series.path(self.found), self._tree.state
+            if self._options.partly is not None:
+                self._options.partly.clear()
             with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
                     if self._options.where is None:

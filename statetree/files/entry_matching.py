@@ -72,13 +72,13 @@ def matched_entries(
     chosen: Sequence[int] | None,
     *,
     strict: bool,
-    partly: bool,
+    partly: set[str] | None,
 ) -> dict[int, Any]:
     """Return what a checkpoint has of the leaves of a tree, by their indices.
 
     ``stored`` is the checkpoint's tree, and whether that says how it was nested; in ``like``, lists and tuples of plain
-    values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no others; ``partly`` lets
-    mappings that are not empty leave out keys of it.
+    values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no others; with ``partly``,
+    which notes the paths, mappings that are not empty may leave out keys of it.
     """
     values, spec = flatten_for("load", stored[0], is_leaf=is_entry)
     theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)
@@ -142,7 +142,9 @@ def _missing(
     return found, is_empty
 
 
-def _left(theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: bool) -> tuple[list[Difference], bool]:
+def _left(
+    theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: set[str] | None
+) -> tuple[list[Difference], bool]:
     """Return what a checkpoint has beside a tree, and whether that has an empty container there."""
     containers = {_key(visit.path): visit for visit in ours.spec.walk() if visit.cls is not None} if left else {}
     empty: dict[Path, None] = {}
@@ -152,10 +154,13 @@ def _left(theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: bo
             continue
         length = next((n for n in reversed(range(len(key) + 1)) if key[:n] in containers), 0)
         above = containers.get(key[:length])
-        may_lack = partly and above is not None and above.cls is not None and issubclass(above.cls, Mapping)
         if above is not None and not above.keys:
             empty[above.path] = None
-        elif not may_lack and key[: length + 1] not in ours.place:
+        elif key[: length + 1] in ours.place:
+            continue  # a leaf where the checkpoint has several, which is told already
+        elif partly is not None and above is not None and above.cls is not None and issubclass(above.cls, Mapping):
+            partly.add(str(theirs.paths[place]))
+        else:
             found.append(Difference(theirs.paths[place], "missing", "present", _ABSENT))
     return [*(Difference(path, "length", "entries", "an empty container") for path in empty), *found], bool(empty)
 

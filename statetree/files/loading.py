@@ -144,7 +144,7 @@ class LoadOptions(NamedTuple):
     strict: bool = True
     verify: bool = True
     weights_only: bool = True
-    partly: bool = False  # whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones
+    partly: set[str] | None = None  # notes what mappings of ``like`` leave out, if they may (but for empty ones)
     where: Where | None = None
     through: Callable[[Any], Any] | None = None
 
@@ -227,8 +227,8 @@ class _Filled:
         if self._options.where is not None:
             mask = selected(self._options.where, lowered.outline.spec, lowered.outer, verb="load")
             chosen = [index for index, owner in enumerate(lowered.outline.owners()) if mask[owner]]
-        options = {"strict": self._options.strict, "partly": self._options.partly}
-        stored = matched_entries((tree, checkpoint.is_nested), lowered.spec, lowered.leaves, chosen, **options)
+        opened_tree, strict, partly = (tree, checkpoint.is_nested), self._options.strict, self._options.partly
+        stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)
         boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}

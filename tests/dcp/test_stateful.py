@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +137,39 @@ def test_an_object_that_was_not_saved_is_named(tmp_path):
         ) as error:
             checkpointer.restore({"model": nn.Linear(2, 3), "ema": nn.Linear(2, 3), "step": 0})
     assert [str(found.path) for found in error.value.differences] == ["ema.weight", "ema.bias"]
+
+
+def restored_in_part(directory):
+    """Return what the log says when a template has all, lacks the optimizer, or says which part it is."""
+    rank, model = dist.get_rank(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("statetree").addHandler(handler)
+    found = []
+    with Checkpointer(directory) as checkpointer:
+        rest = {"model": model, f"seed_{rank}": rank}
+        checkpointer.save(1, {**rest, "optimizer": optimizer})
+        for template, options in (
+            ({**rest, "optimizer": optimizer}, {}),
+            (rest, {}),
+            (rest, {"where": "model.**"}),
+            (rest, {"strict": False}),
+        ):
+            said.clear()
+            checkpointer.restore(template, **options)
+            found.append([text for text in said if "lacks" in text])
+    return found
+
+
+def test_what_no_template_has_is_logged(tmp_path):
+    first, second = run_ranks(2, restored_in_part, tmp_path)
+    (text,) = first.pop(1)
+    assert text.startswith("restore: step 1 has what the template lacks: optimizer.param_groups.0.dampening, ")
+    assert text.endswith(" more. It is left.")
+    assert first == [[], [], []]
+    assert second == [[], [], [], []]
 
 
 def test_what_state_dict_raises_is_raised_and_nothing_is_saved(tmp_path):
