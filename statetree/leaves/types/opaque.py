@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import eq
 from types import BuiltinFunctionType, ModuleType
@@ -62,6 +62,7 @@ class Rest:
     skeleton: bytes
     kept: tuple[Any, ...]  # what is passed by identity
     buffers: list[Any]  # what the pickle holds out of band: ``Borrowed``, or copies, which are given away
+    count: int | None = None  # how many values it is of, one after the other, if they were taken apart together
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -162,25 +163,23 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 class _TakeAllApart(TakeApart):
     """Notes for every tensor which of several objects it was found in first, and for all else in which it was found.
 
-    They are pickled as one list, so that what they share stays shared, and pickle comes to them in its order.
+    One pickler takes them, one after the other, so that what they share stays shared.
     """
 
-    def __init__(self, file: io.BytesIO, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
-        super().__init__(file, leaf_type_of)
-        self._values = values
-        self._current = -1
+    def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(), leaf_type_of)
         self.owners: list[int] = []
         self.found_in: defaultdict[int, set[int]] = defaultdict(set)
+        with torch_function_enabled():
+            for index, value in enumerate(values):
+                self._current = index
+                self.dump(value)
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
-        following = self._current + 1
-        if following < len(self._values) and obj is self._values[following]:
-            self._current = following
         result = super().persistent_id(obj)
-        self.owners += [max(self._current, 0)] * (len(self.tensors) - len(self.owners))
+        self.owners += [self._current] * (len(self.tensors) - len(self.owners))
         is_kept = isinstance(result, tuple) or (result is not None and result < 0)
-        is_kept = is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)
-        if self._current >= 0 and not is_kept:
+        if not (is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)):
             self.found_in[id(obj)].add(self._current)  # pickle keeps it alive
         return result
 
@@ -241,21 +240,18 @@ class OpaqueType(EngineLeafType):
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
         """Take several objects apart as one: also return, for each part, which of them it lies in."""
-        pickler = _TakeAllApart(io.BytesIO(), self._leaf_type_of, values)
-        with torch_function_enabled():
-            pickler.dump(list(values))
-        return pickler.tensors, pickler.rest(), pickler.owners
+        pickler = _TakeAllApart(self._leaf_type_of, values)
+        return pickler.tensors, replace(pickler.rest(), count=len(values)), pickler.owners
 
     def shared_by(self, values: Sequence[Any]) -> set[frozenset[int]]:
         """Return, for each object or tensor that several objects hold, which of them do."""
-        pickler = _TakeAllApart(io.BytesIO(), self._leaf_type_of, values)
-        with torch_function_enabled():
-            pickler.dump(list(values))
+        pickler = _TakeAllApart(self._leaf_type_of, values)
         return {frozenset(found) for found in pickler.found_in.values() if len(found) > 1}
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         with torch_function_enabled():
-            return _PutTogether(context, parts).load()
+            unpickler = _PutTogether(context, parts)
+            return unpickler.load() if context.count is None else [unpickler.load() for _ in range(context.count)]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"class": type(value)}

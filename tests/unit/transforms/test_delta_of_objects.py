@@ -130,3 +130,18 @@ def test_two_objects_with_one_tensor_change_together():
 
     new, base = two(1, 2), two(0, 0)
     assert st.similarity(st.apply_delta(st.delta(new, base), st.offload(base)), new, values=True)
+
+
+@pytest.mark.parametrize("changes", ["outer", "inner"])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_an_object_may_hold_one_that_is_a_leaf_itself(changes, order):
+    def make(**values):
+        inner, outer = Held(), Held()
+        inner.value, outer.value, outer.held = values.get("inner", 0), values.get("outer", 0), inner
+        leaves = {"a": outer, "b": inner}
+        return {key: leaves[key] for key in order}
+
+    new, base = make(**{changes: 1}), make()
+    made = st.apply_delta(st.delta(new, base), base)
+    assert made["a"].held is made["b"]
+    assert [made["a"].value, made["b"].value] == [new["a"].value, new["b"].value]

@@ -16,6 +16,7 @@ import torch
 
 import statetree as st
 from statetree.leaves.builtin import OPAQUE
+from statetree.leaves.parts import unpack
 from tests.judge import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import Ramp
@@ -448,3 +449,17 @@ def test_generators_of_random_numbers(share_memory):
     expected = torch.rand(3, generator=first)
     for result in (copied, staged):
         assert torch.equal(torch.rand(3, generator=result["own"]), expected)
+
+
+def test_objects_taken_apart_together_know_their_own_tensors():
+    """Also where one holds the next, and tensors beside it."""
+    inner, outer = Held(), Held()
+    inner.w = torch.ones(1)
+    outer.inner, outer.w = inner, torch.ones(2)
+    found = unpack("offload", [outer, inner, torch.ones(3)], list, together=True)
+    assert sorted((found.owners[part], tuple(tensor.shape)) for part, tensor in enumerate(found.parts)) == [
+        (0, (1,)), (0, (2,)), (2, (3,))
+    ]  # fmt: skip
+    made = found.pack([part.clone() for part in found.parts])
+    assert made[0].inner is made[1]
+    assert made[1].w.shape == (1,)
