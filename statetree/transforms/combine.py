@@ -175,7 +175,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _cut_ties(leaves: Sequence[Any], mask: Sequence[bool], paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the stored leaves that are combined and lie, in the file, where others do that are not."""
-    stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf) and leaf.is_strided]
+    stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf) and leaf.is_strided and leaf.numel]
     places = {index: leaves[index].location() for index in stored}
     others = {place for index, place in places.items() if not mask[index]}
     mapped = [(index, as_plain(leaves[index].outline)) for index in stored if not leaves[index].outline.is_meta]
@@ -200,7 +200,8 @@ def _later(
     places = {index: tuple([leaf.location() for leaf in row.leaves]) for index, row in stored.items()}
     outlines = {places[index][0]: row.leaves[0].outline for index, row in stored.items()}
     mapped = [as_plain(outline) for outline in outlines.values() if not outline.is_meta]
-    if shared_elements(Columns(mapped)) or len(set(places.values())) > len(outlines):
+    kinds = {(places[index], _kind(row.leaves[0].outline)) for index, row in stored.items()}
+    if shared_elements(Columns(mapped)) or len(kinds) > len(outlines):
         return {}, rows  # tied, but not the same: that is seen, and kept, where they are combined now
     made: dict[Any, Any] = {}
     for index, row in stored.items():
@@ -208,6 +209,11 @@ def _later(
             made[places[index]] = row.leaves[0].derived(row.leaves, *_recipe(fn, row))
     found = {index: made[place] for index, place in places.items()}
     return found, {index: row for index, row in rows.items() if index not in found}
+
+
+def _kind(outline: torch.Tensor) -> Any:
+    """Return what a leaf is beside its elements, which others on the same memory may not be."""
+    return type(outline), outline.requires_grad, tuple(vars(outline))
 
 
 def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.Tensor, Callable[..., None]]:

@@ -434,3 +434,20 @@ def test_trees_of_other_dtypes_may_be_tied_alike(shift):
     made = st.combine(lambda x, y: x.lerp(y.float(), 0.5), *trees)
     assert made["v"].data_ptr() == made["w"][2:].data_ptr()
     assert torch.equal(made["w"], average)
+
+
+@pytest.mark.parametrize("keys", ["pv", "vp"])
+def test_a_parameter_and_its_data_stay_what_they_are(keys, tmp_path):
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    views = {"p": parameter, "v": parameter.data}
+    torch.save({key: views[key] for key in keys}, tmp_path / "a.pt")
+    made = st.offload(st.combine(lambda x: x * 2, st.files.open(tmp_path / "a.pt")))
+    assert [type(made["p"]), type(made["v"])] == [torch.nn.Parameter, torch.Tensor]
+    assert made["p"].data_ptr() == made["v"].data_ptr()
+
+
+def test_leaves_without_elements_have_no_ties_to_cut(tmp_path):
+    empty = torch.zeros(0, 3)
+    torch.save({"a": empty, "b": empty, "w": torch.ones(2)}, tmp_path / "a.pt")
+    made = st.combine(lambda x: x.double(), st.files.open(tmp_path / "a.pt"), where="a")
+    assert [leaf.dtype for leaf in st.offload(made).values()] == [torch.float64, torch.float32, torch.float32]
