@@ -68,7 +68,7 @@ class Restoration:
         told = self._ranks.told_once(json.dumps(sorted(left)).encode() if left else None)
         if sum(len(ranks) for _, ranks in told) < self._ranks.size:
             return
-        common = sorted(set[str].intersection(*(set(json.loads(text)) for text, _ in told)))
+        common = sorted(set[str].intersection(*[set(json.loads(text)) for text, _ in told]))
         if common and self._ranks.rank == 0:
             names = ", ".join(common[:5]) + (f" and {len(common) - 5} more" if len(common) > 5 else "")
             _log.warning("restore: step %d has what the template lacks: %s. It is left.", self.found.step, names)

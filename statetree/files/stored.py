@@ -23,6 +23,7 @@ from statetree.leaves.copying import copied_leaves
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import register_leaf_type
+from statetree.leaves.types.tensor import identified, kind_of
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.stand_ins import STAND_INS, StandIn
@@ -370,8 +371,13 @@ def _read_whole(stored: StoredTensor) -> Any:
     return with_checks(lambda: copied_leaves("read", [stored.tensor()], lambda: [Path()])[0])
 
 
+def _seen_as(stored: StoredTensor, tensor: Any) -> Any:
+    is_so = kind_of(tensor) == kind_of(stored.outline)
+    return tensor if is_so else identified(tensor.detach(), stored.outline)
+
+
 register_leaf_type(StoredTensor, StoredType(), subclasses=True)
 STAND_IN: Final = StandIn(
-    _read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)), StoredTensor.location
+    _read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)), StoredTensor.location, _seen_as
 )
 STAND_INS[StoredTensor] = STAND_IN

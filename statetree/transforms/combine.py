@@ -16,7 +16,7 @@ from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
 from statetree.leaves.ties import lie_alike, sharing, view_key
-from statetree.leaves.types.tensor import identified
+from statetree.leaves.types.tensor import identified, kind_of
 from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
@@ -200,7 +200,7 @@ def _later(
     places = {index: tuple([leaf.location() for leaf in row.leaves]) for index, row in stored.items()}
     outlines = {places[index][0]: row.leaves[0].outline for index, row in stored.items()}
     mapped = [as_plain(outline) for outline in outlines.values() if not outline.is_meta]
-    kinds = {(places[index], _kind(row.leaves[0].outline)) for index, row in stored.items()}
+    kinds = {(places[index], kind_of(row.leaves[0].outline)) for index, row in stored.items()}
     if shared_elements(Columns(mapped)) or len(kinds) > len(outlines):
         return {}, rows  # tied, but not the same: that is seen, and kept, where they are combined now
     made: dict[Any, Any] = {}
@@ -209,11 +209,6 @@ def _later(
             made[places[index]] = row.leaves[0].derived(row.leaves, *_recipe(fn, row))
     found = {index: made[place] for index, place in places.items()}
     return found, {index: row for index, row in rows.items() if index not in found}
-
-
-def _kind(outline: torch.Tensor) -> Any:
-    """Return what a leaf is beside its elements, which others on the same memory may not be."""
-    return type(outline), outline.requires_grad, tuple(vars(outline))
 
 
 def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.Tensor, Callable[..., None]]:

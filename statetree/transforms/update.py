@@ -96,7 +96,9 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
 
 def _key(leaf: Any) -> Any:
     """Return what is equal for tensors that a function is called for once, and ``None`` for other leaves."""
-    return (type(leaf), view_key(leaf)) if isinstance(leaf, torch.Tensor) else place_of(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return type(leaf), view_key(leaf)
+    return (type(leaf.outline), place_of(leaf)) if is_stored(leaf) else None
 
 
 def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Difference) -> None:

@@ -18,6 +18,7 @@ class StandIn(NamedTuple):
     read: Callable[[Any], Any]  # the tensor, in memory of its own
     unread: Callable[[Any], Any]  # one that says its dtype and shape, and is read when its elements are asked for
     place: Callable[[Any], Hashable]  # what is equal for those that are the same view on the same bytes
+    seen_as: Callable[[Any, Any], Any]  # what was read for one of these, as what another one is: a parameter, say
 
 
 #: By the classes of leaves. Empty until a module that has such leaves is imported.
@@ -33,7 +34,7 @@ def place_of(leaf: Any) -> Hashable:
 def reader(leaves: Iterable[Any]) -> Callable[[Any], Any]:
     """Return a function that returns the tensor that a leaf stands for; other leaves as they are.
 
-    Those of the given leaves that stand for one tensor (ties in a file) get one, which is read once.
+    Those of the given leaves that stand for one tensor (ties in a file) get one memory, which is read once.
     """
     counts = Counter(place_of(leaf) for leaf in leaves if type(leaf) in STAND_INS)
     known: dict[Hashable, Any] = {}
@@ -48,7 +49,7 @@ def reader(leaves: Iterable[Any]) -> Callable[[Any], Any]:
             if counts[place] < 2:
                 return tensor
             known[place] = tensor
-        return known[place]
+        return found.seen_as(leaf, known[place])
 
     return read
 

@@ -65,6 +65,11 @@ class _TensorContext(NamedTuple):
         return fresh.requires_grad_() if self.requires_grad else fresh
 
 
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a tensor is beside its elements, but for the values of its attributes: another one may differ."""
+    return type(tensor), tensor.requires_grad, frozenset(vars(tensor))
+
+
 def identified(fresh: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Turn a fresh tensor into what another one is beside its elements: its class, gradients and attributes."""
     fresh = _TensorContext(type(like), like.requires_grad, None).restore(fresh)

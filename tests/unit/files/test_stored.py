@@ -454,3 +454,18 @@ def test_a_format_without_its_methods_cannot_be_made():
 
     with pytest.raises(TypeError, match=r"abstract methods.*open.*write"):
         Unfinished()
+
+
+def test_views_of_one_memory_that_are_a_parameter_and_a_tensor_stay_that(tmp_path):
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    torch.save({"p": parameter, "v": parameter.data, "again": parameter}, tmp_path / "a.pt")
+    stored = open_file(tmp_path / "a.pt")
+    made = st.map_leaves(lambda leaf: leaf, stored)
+    assert [type(leaf) for leaf in made.values()] == [torch.nn.Parameter, torch.Tensor, torch.nn.Parameter]
+    assert [leaf.requires_grad for leaf in made.values()] == [True, False, True]
+    assert len({leaf.data_ptr() for leaf in made.values()}) == 1
+    assert made["p"] is made["again"]
+    updated = st.update(stored, "*", lambda leaf: leaf)
+    assert [type(leaf) for leaf in updated.values()] == [torch.nn.Parameter, torch.Tensor, torch.nn.Parameter]
+    with pytest.raises(TreeMismatch, match="update: memory differs at p"):
+        st.update(stored, "*", lambda leaf: leaf.detach() * 2)
