@@ -14,6 +14,7 @@ from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
+from statetree.key_paths import printable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,7 +72,8 @@ class Restoration:
         common = sorted(set[str].intersection(*[set(json.loads(text)) for text, _ in told]))
         if common and self._ranks.rank == 0:
             names = ", ".join(common[:5]) + (f" and {len(common) - 5} more" if len(common) > 5 else "")
-            _log.warning("restore: step %d has what the template lacks: %s. It is left.", self.found.step, names)
+            what = printable(names)  # they are what a file says
+            _log.warning("restore: step %d has what the template lacks: %s. It is left.", self.found.step, what)
 
     def _load(self) -> Any:
         """Load a checkpoint, or the one that took its place while it was read."""

@@ -150,9 +150,9 @@ def restored_in_part(directory):
     found = []
     with Checkpointer(directory) as checkpointer:
         rest = {"model": model, f"seed_{rank}": rank}
-        checkpointer.save(1, {**rest, "optimizer": optimizer})
+        checkpointer.save(1, {**rest, "optimizer": optimizer, "\x1b[2J": 0})
         for template, options in (
-            ({**rest, "optimizer": optimizer}, {}),
+            ({**rest, "optimizer": optimizer, "\x1b[2J": 0}, {}),
             (rest, {}),
             (rest, {"where": "model.**"}),
             (rest, {"strict": False}),
@@ -166,7 +166,9 @@ def restored_in_part(directory):
 def test_what_no_template_has_is_logged(tmp_path):
     first, second = run_ranks(2, restored_in_part, tmp_path)
     (text,) = first.pop(1)
-    assert text.startswith("restore: step 1 has what the template lacks: optimizer.param_groups.0.dampening, ")
+    assert text.startswith(
+        "restore: step 1 has what the template lacks: \\x1b[2J, optimizer.param_groups.0.dampening, "
+    )
     assert text.endswith(" more. It is left.")
     assert first == [[], [], []]
     assert second == [[], [], [], []]
