@@ -50,8 +50,9 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
     Structure, layout, geometry, ties, classes and ``requires_grad`` are the first tree's, the dtype is that of what the
     function returns. Leaves without floating-point or complex elements are the first tree's as they are, and so are
     opaque objects, with tensors inside that are tied to combined ones. Of distributed leaves, ranks combine what they
-    hold: nothing communicates. Of stored leaves, a leaf is made that reads and combines
-    elements when it is read, a bucket at a time: so checkpoints may be larger than memory.
+    hold: nothing communicates. Of stored leaves, a leaf is made that reads and combines elements when it is read, a
+    bucket at a time: so checkpoints may be larger than memory. (Each of these has memory of its own, also where two lay
+    in one storage without sharing an element.)
 
     Args:
         fn: Is called with the tensors of one part of each tree, once for those that are tied. It works elementwise, and

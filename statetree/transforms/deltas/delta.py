@@ -186,7 +186,8 @@ def delta(new: Any, base: Any) -> Delta:
     whichever takes the fewest bytes. NaNs are compared by their bits, and ``0.0`` differs from ``-0.0``. A leaf that is
     made of several tensors (sparse, quantized, a wrapper) is compared by these. Where they have other sizes, and for
     everything else (plain values, opaque objects), it is the whole leaf, if it differs, and with it those that share
-    objects with it (a scheduler holds its optimizer). Neither tree changes.
+    objects with it (a scheduler holds its optimizer). Objects of equal values that share them otherwise do not differ.
+    Neither tree changes.
 
     Args:
         new: Any tree.
