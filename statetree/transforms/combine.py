@@ -248,7 +248,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
             if place == len(used):
                 used.append(tensors)
                 owners.append(path)
-            elif list(map(view_key, tensors)) != list(map(view_key, used[place])):
+            elif tensors[0].numel() and list(map(view_key, tensors)) != list(map(view_key, used[place])):
                 wrong.append((path, f"what is tied to {owners[place]}"))
     held = [as_plain(part) for part in unpack("combine", list(rest), list).parts]
     real = [t for t in (*(tensors[0] for tensors in used), *held) if t.numel() and not t.is_meta]

@@ -451,3 +451,5 @@ def test_leaves_without_elements_have_no_ties_to_cut(tmp_path):
     torch.save({"a": empty, "b": empty, "w": torch.ones(2)}, tmp_path / "a.pt")
     made = st.combine(lambda x: x.double(), st.files.open(tmp_path / "a.pt"), where="a")
     assert [leaf.dtype for leaf in st.offload(made).values()] == [torch.float64, torch.float32, torch.float32]
+    others = {"a": torch.zeros(0, 3), "b": torch.zeros(0, 3)}
+    assert st.combine(lambda x, y: x + y, {"a": empty, "b": empty}, others)["b"].shape == (0, 3)
