@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import add, lt, sub
@@ -17,6 +18,12 @@ Interval = tuple[int, int]
 
 #: How many cells of a grid are looked at: pieces that cut a tensor into a grid have as many as there are pieces.
 _MAX_CELLS: Final = 1 << 26
+
+
+@lru_cache(maxsize=1024)
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie in row-major order, one behind the other."""
+    return tuple([prod(shape[dim + 1 :]) for dim in range(len(shape))])
 
 
 class Box(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box, Interval, is_covered, whole_box
+from statetree.chunks.boxes import Box, Interval, dense_strides, is_covered, whole_box
 from statetree.declare import cached_property
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class ChunkLayout:
     def distinct(self) -> Distinct:
         """The boxes, each once however many ranks hold it."""
         if self.disjoint or not self.shape:  # then boxes that begin alike are the same
-            strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-            corners = (self.starts * torch.tensor(strides, dtype=torch.int64)).sum(1)
+            corners = (self.starts * torch.tensor(dense_strides(self.shape), dtype=torch.int64)).sum(1)
             if bool((corners[1:] > corners[:-1]).all()):
                 return Distinct(self.starts, self.stops, _numbers(len(corners)))
             found, which = torch.unique(corners, return_inverse=True)

@@ -302,7 +302,7 @@ class Checkpointer(Schedule):
                 check_step("restore", step)
 
             since = time.monotonic()
-            options = LoadOptions(True, cast, strict, verify, weights_only, partly=set(), where=where)  # noqa: FBT003
+            options = LoadOptions(True, cast, strict, verify, weights_only, where=where)  # noqa: FBT003
             restoration = Restoration(self._series, group, step, state, options)
             loaded = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found

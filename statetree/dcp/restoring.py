@@ -35,6 +35,7 @@ class Restoration:
         self._series = series
         self._step = step
         self._options = options
+        self._left: set[str] = set()  # what the checkpoint has beside the template
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
         self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state))
@@ -65,8 +66,7 @@ class Restoration:
 
     def _tell_left(self) -> None:
         """Log what the checkpoint has and no rank's template: an optimizer, say, that somebody forgot."""
-        left = self._options.partly
-        told = self._ranks.told_once(json.dumps(sorted(left)).encode() if left else None)
+        told = self._ranks.told_once(json.dumps(sorted(self._left)).encode() if self._left else None)
         if sum(len(ranks) for _, ranks in told) < self._ranks.size:
             return
         common = sorted(set[str].intersection(*[set(json.loads(text)) for text, _ in told]))
@@ -79,13 +79,13 @@ class Restoration:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
             path, template = self._series.path(self.found), self._tree.state
-            if self._options.partly is not None:
-                self._options.partly.clear()
             with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
                     if self._options.where is None:
                         template = on_all_ranks("restore", self._ranks, partial(self._tree.template, path))
-                    return load_tree(path, template, self._ranks, self._options, together=True)
+                    self._left = set()
+                    options = self._options._replace(partly=self._left)
+                    return load_tree(path, template, self._ranks, options, together=True)
                 except StateTreeError:  # on every rank alike
                     another = self._by_first(self._find_instead)
                     if another is None:

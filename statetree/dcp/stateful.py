@@ -69,7 +69,7 @@ def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any) -> An
     """
     try:
         saved, outline = flatten_for("restore", path(tree))
-    except (TreeMismatch, LookupError, AttributeError, TypeError):
+    except TreeMismatch:
         return state
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))

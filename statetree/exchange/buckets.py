@@ -6,13 +6,14 @@ the other where both are contiguous. While one round is under way, the next is p
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.chunks.boxes import dense_strides
 from statetree.exchange.executor import flat_bytes, is_flat
 from statetree.exchange.plan import ExchangePlan, Move, Round, Transport
 from statetree.exchange.stacks import (
@@ -295,19 +296,13 @@ def _fields(
 def _places(typed: torch.Tensor, stack: Stack, field: Field, run: Run, moves: int) -> Sequence[torch.Tensor]:
     """Return the elements of a run in a bucket, for each move: one box, or several as ``[box, ...]``."""
     itemsize = typed.itemsize
-    shape, stride = field.sizes, _dense(field.sizes)
+    shape, stride = field.sizes, dense_strides(field.sizes)
     first = (stack.start + run.first * stack.stride + field.offset) // itemsize + typed.storage_offset()
     if run.boxes > 1:
         shape, stride = (run.boxes, *shape), (stack.stride // itemsize, *stride)
     if moves == 1:
         return [typed.as_strided(shape, stride, first)]
     return typed.as_strided((moves, *shape), (prod(field.sizes), *stride), first).unbind()
-
-
-@lru_cache(maxsize=1024)
-def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of dense elements."""
-    return tuple([prod(sizes[dim + 1 :]) for dim in range(len(sizes))])
 
 
 def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:

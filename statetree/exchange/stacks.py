@@ -166,7 +166,8 @@ def lay_out_bucket(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool
     for peers, alike in groups:
         if len(peers) == 1:
             (peer,) = peers.tolist()
-            stack = _stretch(peer, [(packed[index].part, fields[index][peer]) for index in alike], position)
+            own = [(packed[index].part, fields[index][peer]) for index in alike]
+            stack = _placed([peer], own, position, shared=True)
         else:
             stack = _stack(peers, [packed[index] for index in alike], position, in_order=in_order)
         stacks.append(stack)
@@ -204,14 +205,14 @@ def _kinds(sizes: torch.Tensor) -> torch.Tensor:
     return number
 
 
-def _stretch(peer: int, fields: Sequence[tuple[Part, Field]], start: int) -> Stack:
-    """Return the stack of one peer."""
+def _placed(peers: list[int], fields: Sequence[tuple[Part, Field]], start: int, *, shared: bool) -> Stack:
+    """Return the stack of peers, with the fields of each one behind the other; one stretch for all if it is shared."""
     placed = []
     offset = 0
     for part, field in fields:
         placed.append(field._replace(offset=offset))
         offset += prod(field.sizes) * part.dtype.itemsize * len(part.moves)
-    return Stack([peer], start, 0, offset, placed)
+    return Stack(peers, start, 0 if shared else next_start(offset), offset, placed)
 
 
 def _stack(peers: torch.Tensor, columns: Sequence[_Column], start: int, *, in_order: bool) -> Stack:
@@ -222,13 +223,11 @@ def _stack(peers: torch.Tensor, columns: Sequence[_Column], start: int, *, in_or
     shared = all(bool((cuts.low == cuts.low[:1]).all() & (cuts.piece == cuts.piece[:1]).all()) for cuts in boxes)
     if shared:  # all get the same
         boxes = [cuts.at(torch.zeros(1, dtype=torch.int64)) for cuts in boxes]
-    fields: list[Field] = []
-    offset = 0
-    for column, cuts in zip(columns, boxes, strict=True):
-        sizes = tuple(cuts.sizes[0].tolist())
-        fields.append(Field(column.number, offset, sizes, _runs(column, cuts)))
-        offset += prod(sizes) * column.part.dtype.itemsize * len(column.part.moves)
-    return Stack(peers.tolist(), start, 0 if shared else next_start(offset), offset, fields)
+    fields = [
+        (column.part, Field(column.number, 0, tuple(cuts.sizes[0].tolist()), _runs(column, cuts)))
+        for column, cuts in zip(columns, boxes, strict=True)
+    ]
+    return _placed(peers.tolist(), fields, start, shared=shared)
 
 
 def _runs(column: _Column, cuts: Cuts) -> list[Run]:

@@ -11,7 +11,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.files.stored import STAND_IN, StoredTensor, fill_by
 from statetree.files.strided_reading import in_buckets
 from statetree.leaves.types.tensor import identified
-from statetree.spans.overlaps import once
+from statetree.spans.overlaps import once, overlaps_itself
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree.stand_ins import STAND_INS
 
@@ -57,17 +57,17 @@ class DerivedTensor(StoredTensor):
     @quietly
     def tensor(self) -> torch.Tensor:
         """Return the tensor, which is read anew each time, with the strides of the outline."""
-        found = self.read()
-        if found.stride() != self.stride():
-            laid_out = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
-            pair = once(laid_out, found)
-            if pair is None:
-                raise UnsupportedLeaf(
-                    "the leaf at %PATH% overlaps itself: expected one value for each place in memory, got several. "
-                    "Copy it before."
-                )
-            copy_each(*[[tensor] for tensor in pair])
-            found = laid_out
+        found = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
+        if not overlaps_itself(self.shape, self.stride()):
+            self.read_into((0,) * found.dim(), found)
+            return identified(found, self.outline)
+        pair = once(found, self.read())
+        if pair is None:
+            raise UnsupportedLeaf(
+                "the leaf at %PATH% overlaps itself: expected one value for each place in memory, got several. Copy it "
+                "before."
+            )
+        copy_each(*[[tensor] for tensor in pair])
         return identified(found, self.outline)
 
     def look_again(self) -> None:

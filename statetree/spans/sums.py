@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.chunks.boxes import Box, whole_box
+from statetree.chunks.boxes import Box, dense_strides, whole_box
 from statetree.spans.bits import bits_in_pieces
 from statetree.spans.threads import call_together, num_threads
 from statetree.torch_internals import copy_all, is_zero_tensor
@@ -170,7 +170,7 @@ def _runs(box: Box, shape: Sequence[int]) -> tuple[torch.Tensor | None, int]:
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     inner = max(inner - 1, 0)  # dims from here on are one stretch
-    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    steps = dense_strides(tuple(shape))
     begin = sum(start * step for start, step in zip(box.start, steps, strict=True))
     if prod(sizes[:inner]) == 1:
         return None, begin

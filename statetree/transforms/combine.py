@@ -177,10 +177,12 @@ def _version(tensor: torch.Tensor) -> int:
 def _cut_ties(leaves: Sequence[Any], mask: Sequence[bool], paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the stored leaves that are combined and lie, in the file, where others do that are not."""
     stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf) and leaf.is_strided and leaf.numel]
+    if all(mask[index] for index in stored):
+        return
     places = {index: leaves[index].location() for index in stored}
     others = {place for index, place in places.items() if not mask[index]}
     mapped = [(index, as_plain(leaves[index].outline)) for index in stored if not leaves[index].outline.is_meta]
-    cut = {one for one, other in sharing(mapped) if not mask[other]} if others else set()
+    cut = {one for one, other in sharing(mapped) if not mask[other]}
     for index in stored:
         if mask[index] and (places[index] in others or index in cut):
             yield paths[index], "what shares its memory"

@@ -161,7 +161,7 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 
 
 class _TakeAllApart(TakeApart):
-    """Notes for every tensor which of several objects it was found in first, and for all else in which it was found.
+    """Notes for every tensor which of several objects it was found in first.
 
     One pickler takes them, one after the other, so that what they share stays shared.
     """
@@ -169,7 +169,6 @@ class _TakeAllApart(TakeApart):
     def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(), leaf_type_of)
         self.owners: list[int] = []
-        self.found_in: defaultdict[int, set[int]] = defaultdict(set)
         with torch_function_enabled():
             for index, value in enumerate(values):
                 self._current = index
@@ -178,6 +177,18 @@ class _TakeAllApart(TakeApart):
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         result = super().persistent_id(obj)
         self.owners += [self._current] * (len(self.tensors) - len(self.owners))
+        return result
+
+
+class _FindShared(_TakeAllApart):
+    """Notes for all that is not passed by identity in which of several objects it was found."""
+
+    def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
+        self.found_in: defaultdict[int, set[int]] = defaultdict(set)
+        super().__init__(leaf_type_of, values)
+
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
+        result = super().persistent_id(obj)
         is_kept = isinstance(result, tuple) or (result is not None and result < 0)
         if not (is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)):
             self.found_in[id(obj)].add(self._current)  # pickle keeps it alive
@@ -245,7 +256,7 @@ class OpaqueType(EngineLeafType):
 
     def shared_by(self, values: Sequence[Any]) -> set[frozenset[int]]:
         """Return, for each object or tensor that several objects hold, which of them do."""
-        pickler = _TakeAllApart(self._leaf_type_of, values)
+        pickler = _FindShared(self._leaf_type_of, values)
         return {frozenset(found) for found in pickler.found_in.values() if len(found) > 1}
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:

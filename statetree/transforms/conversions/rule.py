@@ -57,6 +57,8 @@ class Rule:
 
     def __init__(self, left: Sequence[str], right: Sequence[str], pattern: str | None) -> None:
         self.left, self.right, self.pattern = left, right, pattern
+        #: Whether it is for the leaves that no other rule takes: they keep their names.
+        self.is_rest = pattern is None and [*left] == [*right] == ["**"]
         captures = [{*NamePattern(name).captures} for name in (*left, *right)]
         shared = set[str].intersection(*captures)
         sides = set[str]().union(*captures[: len(left)]), set[str]().union(*captures[len(left) :])
@@ -118,11 +120,6 @@ class Rule:
             if ours != theirs:
                 odd = ", ".join(sorted(ours ^ theirs))
                 raise self._refused("the same axes on both sides", f"{odd} on one side only")
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether it is for the leaves that no other rule takes: they keep their names."""
-        return [*self.left] == [*self.right] == ["**"]
 
     def matches(self, name: str, *, back: bool = False) -> Iterator[Hit]:
         """Yield where a name belongs on the side that is converted: the leaf, which of its names, and its captures."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box, whole_box
+from statetree.chunks.boxes import Box, dense_strides, whole_box
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.leaf_numbers import value_number
@@ -61,7 +61,7 @@ def places_of(positions: torch.Tensor, sizes: Sequence[int], steps: Sequence[int
 
 def out_of_box(positions: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
     """Return the positions in a shape of elements of a box, by their positions in the box."""
-    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    steps = dense_strides(tuple(shape))
     begin = sum(first * step for first, step in zip(box.start, steps, strict=True))
     one_stretch = box.sizes[1:] == tuple(shape[1:])
     return positions + begin if one_stretch else places_of(positions, box.sizes, steps, begin)

@@ -227,11 +227,11 @@ def delta(new: Any, base: Any) -> Delta:
     seen: dict[Any, TensorChange | None] = {}
     tensors: dict[str, TensorChange] = {}
     whole: dict[int, tuple[int, tuple[int, int]]] = {}  # leaves of the new tree, by those of the base
+    alike: dict[int, tuple[int, tuple[int, int]]] = {}
     for one, other in pairs:
         if not _have_alike_parts(a, one, b, other):
             numbers = b.number(other), a.number(one)
-            if numbers[0] != numbers[1]:
-                whole[other] = one, numbers
+            (whole if numbers[0] != numbers[1] else alike)[other] = one, numbers
             continue
         for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
             x, y = a.tensors[new_name], b.tensors[name]
@@ -241,10 +241,10 @@ def delta(new: Any, base: Any) -> Delta:
             if (change := seen[place]) is not None:
                 tensors[name] = change
     if any(b.is_object(leaf) for leaf in whole):
-        new_of, base_of = {other: one for one, other in pairs}, dict(pairs)
+        base_of = dict(pairs)
         groups = [*b.sharing_objects(), *({base_of[leaf] for leaf in own} for own in a.sharing_objects())]
-        while own := next((own for own in groups if not own.isdisjoint(whole) and not own <= whole.keys()), None):
-            whole |= {leaf: (new_of[leaf], (b.number(leaf), a.number(new_of[leaf]))) for leaf in own - whole.keys()}
+        while more := next((own - whole.keys() for own in groups if own & whole.keys() and own - whole.keys()), None):
+            whole |= {leaf: alike[leaf] for leaf in more}
     if tensors and (tied := b.entangled(tensors, whole)):
         found = [Difference(b.paths()[leaf], kind, "values of its own", memory) for leaf, kind, memory in tied]
         raise TreeMismatch.between("delta", found, "Take them apart in the base, or make both the same view.")
