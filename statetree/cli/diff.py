@@ -85,7 +85,8 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
             for each in found.differences
         ]
         report = Similarity(tuple(rows[:MAX_DIFFERENCES]), found.num_found, options.values)
-        write_page(left.tree, options.page, report, values=options.values)
+        before, after = map(str, paths)
+        write_page(left.tree, options.page, report, values=options.values, sides=(before, after))
     return None if found.is_undecided else bool(found.differences)
 
 

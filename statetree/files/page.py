@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _MAX_BOXES: Final = 400
 #: Lines of text that the treemap is high: a box that is lower than one has none.
 _LINES: Final = 11
+#: What the two trees of a comparison are called that have no names.
+_SIDES: Final = ("here", "in the other")
 
 
 def to_html(
@@ -69,23 +71,33 @@ def to_html(
     write_page(tree, path, found, values=values)
 
 
-def write_page(tree: Any, path: str | os.PathLike[str], found: Similarity | None, *, values: bool) -> None:
-    """Write the page of a tree, with its values, and with what was found where it was compared with another one."""
+def write_page(
+    tree: Any,
+    path: str | os.PathLike[str],
+    found: Similarity | None,
+    *,
+    values: bool,
+    sides: tuple[str, str] = _SIDES,
+) -> None:
+    """Write the page of a tree, with its values, and with what was found where it was compared with another one.
+
+    ``sides`` are what the two are called.
+    """
     target = Path(path)
 
     def write(folder: Path) -> list[str]:
-        (folder / target.name).write_text("".join(_page(tree, found, values=values)), "utf-8")
+        (folder / target.name).write_text("".join(_page(tree, found, sides, values=values)), "utf-8")
         return [target.name]
 
     write_whole(target, write, is_directory=False, overwrite=True)
 
 
-def _page(tree: Any, found: Similarity | None, *, values: bool) -> Iterator[str]:
+def _page(tree: Any, found: Similarity | None, sides: tuple[str, str], *, values: bool) -> Iterator[str]:
     yield "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>State</title>"
     yield f"<style>{STYLE}{BODY}</style><body class=statetree>"
     marked: set[str] = set()
     if found is not None:
-        titles, classes = ("path", "what", "here", "in the other", "by at most"), ("", "", "gone", "new", "")
+        titles, classes = ("path", "what", *sides, "by at most"), ("", "", "gone", "new", "")
         rows = [
             (path or "<root>", kind, left, right, "" if largest is None else f"{largest:.3g}")
             for path, kind, left, right, largest in found.differences

@@ -224,6 +224,7 @@ def test_the_command_writes_pages(tmp_path, capsys):
     assert main(["diff", "--html", str(tmp_path / "y.html"), str(one), str(other)]) == 1
     assert "float32 [3]" in (tmp_path / "x.html").read_text()
     assert "<td>shape" in (tmp_path / "y.html").read_text()
+    assert f"<th>{one}<th>{other}" in (tmp_path / "y.html").read_text()
     assert " = [" not in (tmp_path / "x.html").read_text()
     assert main(["show", "--stats", "--html", str(tmp_path / "x.html"), str(one)]) == 0
     assert " = [" in (tmp_path / "x.html").read_text()
