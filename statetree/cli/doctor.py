@@ -59,9 +59,9 @@ def _kind_of(found: Any, *, has_load: bool) -> str:
     try:
         copies = found(state)
         kept = all(torch.equal(copies[key], given) and copies[key] is not given for key, given in state.items())
-        return "copy" if kept else "transform"
     except Exception:  # noqa: BLE001 - which states it takes, the examination says
-        return "transform"
+        kept = False
+    return "copy" if kept else "transform"
 
 
 def _round_trip(save: Any, load: Any) -> Any:
