@@ -70,6 +70,13 @@ class SavedContainer(NamedTuple):
         """Whether it is a leaf that is made of several tensors."""
         return self.name.startswith(_LEAF)
 
+    def full_text(self, containers: Sequence[SavedContainer]) -> str:
+        """Return what such a leaf is beside its parts, as ``DividedLeaf`` has it. ``containers`` are all of them."""
+        found = [containers[~ref] for ref in self.links if ref < 0]
+        inside = [part.full_text(containers) for part in found if part.is_leaf]
+        text = self.name.removeprefix(_LEAF)
+        return f"{text} {inside}" if inside else text
+
 
 class Structure(NamedTuple):
     """The containers of a checkpoint, children before parents, and its entries, one for each leaf."""

@@ -47,6 +47,7 @@ from statetree.files.crc32 import crc32
 from statetree.files.publishing import sync
 from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
+from statetree.leaves.lowering import assumed_sums
 
 if TYPE_CHECKING:
     import pathlib
@@ -92,7 +93,8 @@ def _unmade(spec: TreeSpec, structure: Structure) -> Iterator[str]:
     if not ({kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}):  # as most states are
         yield from (f"{path or '<root>'}: {why}" for path, _, why in structure.unknown())
     for path, entry in zip(spec.paths(), structure.entries, strict=True):
-        if entry.sort == PARTS_ENTRY and "'layout': torch.sparse" not in entry.facts:
+        is_sparse = entry.facts.startswith("{") and "'layout': torch.sparse" in entry.facts
+        if entry.sort == PARTS_ENTRY and not is_sparse:
             yield f"{path or '<root>'}: a tensor of several parts"
 
 
@@ -136,6 +138,9 @@ class _Holdings(NamedTuple):
     pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
     inseparable: set[str]  # keys of tensors that are of use together only, so that one rank has to write them all
     dcp_paths: dict[str, tuple[str | int, ...]]
+    #: What all ranks must hold alike of leaves that are made of several tensors: sums of those that are not cut with
+    #: the leaf, and what the leaf is beside them.
+    assumed: dict[str, tuple[int, ...] | str]
 
 
 class StateSave:
@@ -150,7 +155,7 @@ class StateSave:
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = _Holdings({}, {}, set(), {})
+        self._told = _Holdings({}, {}, set(), {}, {})
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
         self._id = uuid.uuid4().hex
@@ -167,8 +172,11 @@ class StateSave:
     def _describe(self) -> _Holdings:
         """Take the state apart."""
         ranks = ranks_of("save", self._group)
-        spec, entries = entries_of(self._state(), verb="save")
+        spec, entries, texts = entries_of(self._state(), verb="save")
         taken = {entry.key for entry in entries}
+        sums = assumed_sums([entry.value for entry in entries])
+        self._told.assumed.update({f"elements of {entries[index].key!r}": found for index, found in sums.items()})
+        self._told.assumed.update({f"leaves at {path or '<root>'}": text for path, text in texts.items()})
         saved = []
         for path, key, value, dcp_path in entries:
             content = content_of("save", value, path, ranks)
@@ -284,6 +292,14 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
     outlines: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {}
     writers: dict[str, int] = {}
+    alike: dict[str, Any] = {}
+    for what, known in (row for described in told for row in described.assumed.items()):
+        if alike.setdefault(what, known) != known:
+            got = f", got {alike[what]} and {known}" if isinstance(known, str) else ""
+            raise CheckpointError(
+                f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and "
+                f"whatever else is not cut with a tensor that is made of several{got}."
+            )
     for index, ranks in holders.items():
         key, rank = index.key, min(ranks, key=load.__getitem__)
         if index.start is None or key in told[ranks[0]].inseparable:

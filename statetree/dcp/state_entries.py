@@ -22,6 +22,7 @@ from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import facts, is_distributed, is_plain, is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lower
+from statetree.leaves.pairing import facts_inside
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.converted import joined
@@ -33,7 +34,7 @@ from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
@@ -60,8 +61,11 @@ class StateEntry(NamedTuple):
     dcp_path: tuple[str | int, ...]
 
 
-def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
-    """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
+def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry], Mapping[Path, str]]:
+    """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each.
+
+    What these leaves are beside their tensors comes last.
+    """
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
     outer = [leaf if _is_made_later(leaf) else joined(materialized(leaf)) for leaf in outer]
@@ -74,7 +78,7 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
         # Tools follow paths that make the keys, and have no leaf above.
         if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
             paths[index] = (key,)
-    return lowered.spec, list(map(StateEntry, lowered.spec.paths(), keys, lowered.leaves, paths))
+    return lowered.spec, list(map(StateEntry, lowered.spec.paths(), keys, lowered.leaves, paths)), lowered.texts
 
 
 def _is_made_later(leaf: Any) -> bool:
@@ -165,7 +169,8 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     for part in parts:
         check_elements(verb, part, path)
     parts = [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts]
-    return Content(PARTS_ENTRY, parts, without_addresses(dict(facts(leaf))), unpacked)
+    known: list[Any] = [dict(facts(leaf)), *(inside and dict(inside) for inside in facts_inside(leaf))]
+    return Content(PARTS_ENTRY, parts, without_addresses(known if any(known[1:]) else known[0]), unpacked)
 
 
 def is_array_of_numbers(value: Any) -> bool:

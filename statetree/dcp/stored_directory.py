@@ -50,6 +50,7 @@ class DirectoryFormat(CheckpointFormat):
             files,
             list(directory.foreign),
             directory.unknown,
+            directory.divided,
             is_nested=directory.is_nested,
             verify=directory.data.verify,
             check=directory.data.check,
@@ -74,6 +75,7 @@ class _Directory:
         self.data = DataFiles(path, files, verify=files.verify is not False)
         self.foreign: dict[str, None] = {}  # names of what was not loaded
         self.unknown: list[Difference] = []  # where there are containers of unknown classes
+        self.divided: dict[str, str] = {}  # what leaves that are made of several tensors are, beside these
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
@@ -135,6 +137,7 @@ class _Directory:
     def _report_unknown(self, saved: Structure) -> None:
         for path, container, why in saved.unknown():
             if container.is_leaf:  # whose parts are a mapping by their names
+                self.divided[str(path)] = container.full_text(saved.containers)
                 what = "a leaf that is made of several tensors"
                 self.unknown.append(Difference(path, "structure", what, "a tree that says how (like=)"))
             else:

@@ -109,7 +109,8 @@ def sparse_tensor(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | N
     """Return a tensor that was saved in parts, values first, if it is a sparse one. Its parts are read."""
     layout = re.search(r"'layout': torch\.(sparse_\w+)", facts)
     shape = re.search(r"'shape': torch\.Size\(\[([\d, ]*)\]\)", facts)
-    if layout is None or shape is None or len(parts) != (2 if layout[1] == "sparse_coo" else 3):
+    is_alone = facts.startswith("{")  # otherwise it is inside of another tensor
+    if not is_alone or layout is None or shape is None or len(parts) != (2 if layout[1] == "sparse_coo" else 3):
         return None
     size = tuple([int(length) for length in shape[1].split(",") if length.strip()])
     values, *indices = (part.read() for part in parts)

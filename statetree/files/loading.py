@@ -34,13 +34,14 @@ from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
     from statetree.files.checkpoint import OpenedCheckpoint
+    from statetree.key_paths import Path
     from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
 
@@ -231,6 +232,9 @@ class _Filled:
         stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)
+        if self._options.through is None:
+            owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
+            refuse_all(_divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts))
         boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}
         refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
         values = {i: found for i, found in stored.items() if is_value(found) or is_entry(found)}
@@ -309,6 +313,14 @@ class _Filled:
         for index, parts in self._parts.items():
             self._result[index] = parts.completed(self._paths[index], self._result[index])
         return self._lowered.outline.lift("load", self._result, self._lowered.recipes)
+
+
+def _divided_otherwise(
+    paths: Collection[Path], divided: Mapping[str, str], texts: Mapping[Path, str]
+) -> list[Difference]:
+    """Return which leaves, made of several tensors, are something else than what was saved, beside these tensors."""
+    pairs = [(path, divided.get(str(path), texts[path]), texts[path]) for path in texts if path in paths]
+    return [Difference(path, "leaf type", saved, own) for path, saved, own in pairs if saved != own]
 
 
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:

@@ -14,13 +14,13 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.key_paths import exactly
 from statetree.leaves.builtin import OPAQUE, facts, leaf_type_of
-from statetree.leaves.pairing import paired_parts
+from statetree.leaves.pairing import facts_inside, paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
 from statetree.leaves.types.opaque import Rest, TakeApart
 from statetree.spans.sums import ALL, piece_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 _SETS: Final = frozenset({set, frozenset})
@@ -66,6 +66,8 @@ def value_number(value: Any) -> int:
         if pickle.EMPTY_SET in rest.skeleton or pickle.FROZENSET in rest.skeleton:
             _, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
         found.append(value_text(rest).encode("utf-8", "surrogatepass"))
+    if isinstance(recipe, PackedRecipe) and recipe.inner:
+        found += [str(known and _as_texts(known)).encode("utf-8", "surrogatepass") for known in facts_inside(value)]
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None
         part = unpacked.parts[index]
@@ -90,7 +92,11 @@ def _is_known_by_value(value: Any) -> bool:
 
 
 def _plain_facts(value: Any) -> dict[str, str]:
-    return {name: value_text(fact) for name, fact in facts(value).items() if name != "memory"}
+    return _as_texts(facts(value))
+
+
+def _as_texts(known: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value_text(fact) for name, fact in known.items() if name != "memory"}
 
 
 def value_text(value: Any) -> str:

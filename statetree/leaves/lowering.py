@@ -223,7 +223,7 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
-    """Say what a leaf is beside its parts: its class, and its facts but shapes, which differ from rank to rank."""
+    """Say what a leaf is beside its parts: its class and its facts, without shapes and devices: ranks have their own."""
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
     def without_shape(value: Any) -> Any:
@@ -233,7 +233,7 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
             return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
             return {key: without_shape(item) for key, item in value.items()}
-        return value
+        return "its device" if isinstance(value, torch.device) else value
 
     facts = leaf_type.describe(leaf).items()
     told = [f"{name} {value_text(without_shape(fact))}" for name, fact in facts if name not in ("shape", "class")]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import Difference
-from statetree.leaves.builtin import facts, is_distributed, is_value, leaf_type_of, materialized
+from statetree.leaves.builtin import facts, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
-from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, hides_distributed
+from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
+from statetree.leaves.types.special import special_layout
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
@@ -23,7 +24,7 @@ from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched, matched_where
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from statetree.tree.selection import Where
 
@@ -187,7 +188,8 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any,
         return
     try:
         a, b = materialized(a), materialized(b)
-        left, right = _facts_here(a), _facts_here(b)
+        found = list(fact_differences(_facts_here(a), _facts_here(b)))
+        found = found or list(inner_differences(facts_inside(a), facts_inside(b)))
     except Exception as error:
         if not plain:
             raise
@@ -195,12 +197,37 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any,
         reason = str(error).replace("the leaf at %PATH%", "it")
         yield ("leaf type", f"{type(a).__qualname__} ({reason})", type(b).__qualname__)
         return
-    found = list(fact_differences(left, right))
     yield from found
-    is_wrapper = hasattr(a, "__tensor_flatten__") and not is_distributed(a)
-    if not found and is_wrapper and (hides_distributed(a) or hides_distributed(b)):
-        for x, y in zip(_made_of(a), _made_of(b), strict=False):
-            yield from _leaf_difference(x, y, plain=plain)
+
+
+def facts_inside(leaf: Any) -> Iterator[Mapping[str, Any] | None]:
+    """Yield the facts of what a leaf is made of, all the way down; ``None`` for tensors that are nothing but a view."""
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is None or leaf_type.native or not leaf_type.has_elements:
+        return
+    if leaf_type.local_tensor is not None and _is_view(getattr(leaf, leaf_type.local_tensor)):  # as nearly always
+        return
+    for part in leaf_type.contents(leaf)[0]:
+        for held in map(materialized, part if isinstance(part, (list, tuple)) else [part]):
+            is_all = held is leaf or _is_view(held)
+            yield None if is_all else _facts_here(held)
+            yield from () if is_all else facts_inside(held)
+
+
+def _is_view(tensor: Any) -> bool:
+    leaf_type = leaf_type_of(type(tensor))
+    is_native = leaf_type is not None and leaf_type.native and not leaf_type.is_distributed(tensor)
+    return is_native and special_layout(tensor) is None
+
+
+def inner_differences(
+    left: Iterable[Mapping[str, Any] | None], right: Iterable[Mapping[str, Any] | None]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where ``facts_inside`` of two leaves differ. That one has more of them, is seen by the parts."""
+    plain = {"leaf type": "Tensor"}
+    for a, b in zip(left, right, strict=False):
+        if a is not None or b is not None:
+            yield from fact_differences(a or plain, b or plain)
 
 
 def _facts_here(leaf: Any) -> Mapping[str, Any]:
@@ -210,13 +237,6 @@ def _facts_here(leaf: Any) -> Mapping[str, Any]:
         return facts(leaf)
     rows = leaf_type.distributed_parts(leaf, leaf_type.contents(leaf)[0])
     return {**facts(leaf), "layout": tuple([row and (row.shape, *row.offsets) for row in rows])}
-
-
-def _made_of(leaf: Any) -> Sequence[Any]:
-    """Return the tensors that a leaf is made of: they may be distributed."""
-    leaf_type = leaf_type_of(type(leaf))
-    assert leaf_type is not None
-    return leaf_type.contents(leaf)[0]
 
 
 def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

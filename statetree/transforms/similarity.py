@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
-from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
+from statetree.leaves.pairing import (
+    LeafPairing,
+    facts_inside,
+    inner_differences,
+    leave_out_differences,
+    paired_parts,
+)
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import object_ties
 from statetree.spans.bits import is_unreadable, safely_equal, same_bytes, without_elements
@@ -224,13 +230,16 @@ def _unpack_both(
             for parts, tensor in ((left, a), (right, b)):
                 parts.tensors.append(tensor)
                 parts.leaves.append(index)
-    if values:
-        for position, index in enumerate(indices):
-            a, b = pairing.left[index], pairing.right[index]
+    for position, index in enumerate(indices):
+        a, b = pairing.left[index], pairing.right[index]
+        if is_value(a) and all(side.parts_of(position) for side in sides):
+            for row in inner_differences(facts_inside(a), facts_inside(b)):
+                differ(index, *row)
+        if values:
             same = _same_contexts(sides[0].recipe(position), sides[1].recipe(position))
             # Equal sets may have been filled in different orders, and then look different when taken apart.
             if not same and (sides[0].parts_of(position) or not same_value(a, b)):
-                differ(index, "value", short_repr(pairing.left[index]), short_repr(pairing.right[index]))
+                differ(index, "value", short_repr(a), short_repr(b))
 
 
 def _same_contexts(a: Recipe, b: Recipe) -> bool:

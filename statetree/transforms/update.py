@@ -150,4 +150,6 @@ def _entangled(
                 shared = f"elements that it shares with {paths[partner]}"
                 wanted = "elements of its own, or the same view"
                 found.setdefault(own, Difference(paths[own], "memory", shared, wanted))
-    return found
+    told = {key: found[index] for index, key in zip(chosen, keys, strict=True) if index in found}
+    alike = {index: told[key] for index, key in zip(chosen, keys, strict=True) if key in told}  # the same views
+    return {**alike, **found}

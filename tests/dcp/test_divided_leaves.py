@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
@@ -87,3 +88,52 @@ def keep_optimizer(what: str, directory: Path) -> None:
 def test_low_bit_optimizer_states_are_restored_on_other_ranks(tmp_path):
     for world_size, what in ((3, "save"), (2, "load")):
         run_ranks(world_size, keep_optimizer, what, tmp_path)
+
+
+def keep_scales(directory: Path) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32))
+    parts = [torch.ones(2, 3), torch.full((1, 1), 1.0 + rank)]
+
+    class Scaled(torch.Tensor):
+        """A tensor of numbers, and a scale of all of them, which no rank has another one of."""
+
+        @staticmethod
+        def __new__(cls, numbers, scale, label=None):
+            made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+            made.numbers, made.scale, made.label = numbers, scale, label
+            return made
+
+        def __tensor_flatten__(self):
+            return ["numbers", "scale"], [self.label, self.numbers.shape, torch.device("cuda", dist.get_rank())]
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, metadata, outer_size, outer_stride):
+            return cls(inner["numbers"], inner["scale"], metadata[0])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.detach.default:
+                return cls(args[0].numbers, args[0].scale, args[0].label)
+            raise NotImplementedError(str(func))
+
+    state = {"w": DTensor(Scaled(*parts), spec, requires_grad=False)}
+    with pytest.raises(st.CheckpointError, match=r"different elements of 'w\.scale'"):
+        st.save(state, directory / "scales")
+    with st.Checkpointer(directory / "run") as checkpointer:
+        with pytest.raises(st.CheckpointError, match=r"different elements of 'w\.scale'"):
+            checkpointer.save(1, state)
+        assert checkpointer.steps() == []
+        parts[1].fill_(7.0)
+        checkpointer.save(2, state)
+        parts[1].zero_()
+        checkpointer.restore(state)
+    assert parts[1].tolist() == [[7.0]]
+    for named in (DTensor(Scaled(*parts, str(rank)), spec, requires_grad=False), Scaled(*parts, str(rank))):
+        with pytest.raises(st.CheckpointError, match=r"different leaves at w: .* got .*'0'.* and .*'1'"):
+            st.save({"w": named}, directory / "names")
+
+
+def test_parts_that_ranks_must_hold_alike_are_saved_if_they_do(tmp_path):
+    run_ranks(2, keep_scales, tmp_path)

@@ -35,12 +35,12 @@ plain_tensors = tensor_plans(
 
 def forgotten_by_deepcopy(plan):
     """Return how the differences begin that are deepcopy's: it forgets bits, and the ties of parameters."""
-    return ("conj bit", "neg bit", *(("storage of", "overlap") if "parameter" in repr(plan) else ()))
+    return ("conj bit", "neg bit", *(("storage of", "overlap") if "parameter" in repr(plan).lower() else ()))
 
 
 @given(plan=tied_plans(opaque=False))
 def test_deepcopy_agrees_with_offload(plan):
-    assume("subclass" not in repr(plan))  # deepcopy refuses some
+    assume("subclass" not in repr(plan).lower())  # deepcopy refuses some
     tree = build(plan)
     found = tree_differences(st.offload(tree), copy.deepcopy(tree))
     assert [line for line in found if not line.startswith(forgotten_by_deepcopy(plan))] == []

@@ -1,5 +1,6 @@
 """``select``, ``partition``, ``merge`` and ``update``."""
 
+import itertools
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -195,6 +196,19 @@ def test_update_calls_no_function_twice_for_the_same_elements(other):
         assert list(map(operator.is_, st.update(tree, "*", lambda leaf: leaf), tree)) == [True, True]
         assert st.update(tree, "0", lambda leaf: 5) == [5, tree[1]]
         assert st.update(tree, "*", 5) == [5, 5]
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1]))), ids=str)
+def test_update_gives_no_function_one_of_several_alike_views_that_another_one_overlaps(order, tmp_path):
+    m = torch.arange(6.0)
+    tree = {f"k{place}": (m, m[1:])[which] for place, which in enumerate(order)}
+    with pytest.raises(st.TreeMismatch, match="It was given a copy: nothing was written"):
+        st.update(tree, "**", lambda leaf: leaf.mul_(2))
+    assert m.tolist() == list(range(6))
+    st.save(tree, tmp_path / "tied.pt")
+    read = st.update(st.files.open(tmp_path / "tied.pt"), "**", lambda leaf: leaf)
+    assert len({leaf.untyped_storage().data_ptr() for leaf in read.values()}) == 1
+    assert st.similarity(read, tree)
 
 
 def test_they_read_no_element():

@@ -1,0 +1,152 @@
+"""What tensors inside of leaves are beside their elements: a layout, a scale, metadata. It counts as much as these."""
+
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import statetree as st
+from statetree.testing import run_ranks
+
+
+class Wrapping(torch.Tensor):
+    """A wrapper of one tensor, with a number beside it."""
+
+    @staticmethod
+    def __new__(cls, inner, scale=None):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner, made.scale = inner, scale
+        return made
+
+    def __tensor_flatten__(self):
+        return ["inner"], {"scale": self.scale}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, metadata, outer_size, outer_stride):
+        return cls(inner["inner"], metadata["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+    def __reduce__(self):  # not by attributes: the tensor is one of several arguments
+        return Holder, (self.held,)
+
+
+def scaled(scale):
+    return torch._make_per_tensor_quantized_tensor(torch.tensor([1, 2], dtype=torch.int8), scale, 0)
+
+
+CSR = torch.tensor([[0.0, 5.0], [1.0, 0.0]]).to_sparse_csr()
+CSC = torch.sparse_csc_tensor(CSR.crow_indices(), CSR.col_indices(), CSR.values(), (2, 2))
+AT = torch.tensor([[0, 0], [1, 1]])
+PAIRS = {
+    "layout": (CSR, CSC),
+    "shape": (torch.sparse_coo_tensor(AT, torch.ones(2), (2, 2)), torch.sparse_coo_tensor(AT, torch.ones(2), (2, 3))),
+    "scale": (scaled(0.5), scaled(1.0)),
+    "metadata": (Wrapping(torch.ones(2), 0.5), Wrapping(torch.ones(2), 1.0)),
+    "leaf type": (Wrapping(torch.ones(2)), torch.ones(2)),
+}
+
+
+def known(tensor):
+    """Return all that one of these tensors is."""
+    if isinstance(tensor, Wrapping):
+        return "wrapping", known(tensor.inner), tensor.scale
+    if tensor.is_quantized:
+        return tensor.q_scale(), tensor.int_repr().tolist()
+    return tensor.layout, tuple(tensor.shape), tensor.to_dense().tolist()
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_objects_differ_if_the_tensors_in_them_do(kind):
+    for new, base in (PAIRS[kind], PAIRS[kind][::-1]):
+        a, b = {"o": Holder(new)}, {"o": Holder(base)}
+        assert st.similarity(a, {"o": Holder(st.offload(new))})
+        for values in (True, False):
+            report = st.similarity(a, b, values=values)
+            assert not report
+            assert kind in {difference.kind for difference in report.differences}
+        assert st.digest(a) != st.digest(b)
+        assert st.digest(a) == st.digest(st.offload(a))
+        change = st.delta(a, b)
+        assert known(st.apply_delta(change, b)["o"].held) == known(new)
+
+
+@pytest.mark.parametrize("kind", ["metadata", "leaf type"])
+def test_wrappers_differ_if_the_wrappers_in_them_do(kind):
+    new, base = ({"w": Wrapping(tensor)} for tensor in PAIRS[kind])
+    assert not st.similarity(new, base)
+    assert not st.similarity(new, base, values=False)
+    assert st.digest(new) != st.digest(base)
+    with pytest.raises(st.TreeMismatch, match=f"{kind} differs at w"):
+        st.copy_into(new, base)
+    with pytest.raises(st.TreeMismatch, match=f"{kind} differs at w"):
+        st.combine(torch.add, new, base)
+    assert known(st.apply_delta(st.delta(new, base), base)["w"]) == known(new["w"])
+    again = st.offload(new)
+    assert st.similarity(new, again)
+    assert not st.delta(new, again)
+
+
+def saved_as(state, other, alike):
+    """Save a state, and load it into one that is another one beside its elements, and into one that is not."""
+    path = Path(tempfile.mkdtemp(), "saved")
+    with warnings.catch_warnings(action="ignore"):  # it takes a template
+        st.save(state, path)
+    for in_place in (False, True):
+        before = st.offload(other)
+        with pytest.raises(st.TreeMismatch, match="differs at w"):
+            st.load(path, other, in_place=in_place)
+        assert st.similarity(other, before)
+        assert st.similarity(st.load(path, alike, in_place=in_place), state)
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_nothing_is_loaded_into_wrappers_of_another_kind(depth):
+    def wrapped(value, scale):
+        tensor = Wrapping(torch.full((2,), value), scale)
+        for _ in range(depth):
+            tensor = Wrapping(tensor)
+        return {"w": tensor}
+
+    saved_as(wrapped(3.0, 0.5), wrapped(0.0, 1.0), wrapped(0.0, 0.5))
+
+
+def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that():
+    path = Path(tempfile.mkdtemp(), "saved")
+    with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
+        st.save({"w": Wrapping(Wrapping(PAIRS["shape"][0]))}, path)
+    with pytest.raises(st.StateTreeError, match="like="):
+        st.load(path)
+
+
+def local_scales() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32))
+    local = [Wrapping(torch.ones(2), scale) for scale in (0.5, 1.0, 0.5)]
+    new, base, same = ({"w": DTensor(tensor, spec, requires_grad=False)} for tensor in local)
+    assert not st.similarity(new, base)
+    assert st.similarity(new, same)
+    with pytest.raises(st.TreeMismatch, match="metadata differs at w"):
+        st.copy_into(new, base)
+    st.copy_into(new, same)
+    held = [distribute_tensor(torch.ones(2, 2), mesh, [kind]) for kind in (Shard(0), Shard(1))]
+    assert not st.similarity({"o": Holder(held[0])}, {"o": Holder(held[1])})
+    saved_as(new, {"w": DTensor(Wrapping(torch.zeros(2), 1.0), spec, requires_grad=False)}, same)
+
+
+def test_local_tensors_differ_if_the_wrappers_do():
+    run_ranks(1, local_scales)
