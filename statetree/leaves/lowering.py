@@ -223,7 +223,7 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
-    """Say what a leaf is beside its parts: its class and its facts, without shapes and devices: ranks have their own."""
+    """Say what a leaf is beside its parts: its class and facts, without shapes and devices: ranks have their own."""
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
     def without_shape(value: Any) -> Any:
