@@ -298,6 +298,7 @@ class Stager:
             self._end()
 
     def __enter__(self) -> Self:
+        self._refuse_closed("Stager")
         return self
 
     def __exit__(

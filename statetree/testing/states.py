@@ -36,8 +36,16 @@ _OPTIMIZER = _dict(
 _WRAPS = ("requires_grad", "computed", "parameter", "frozen", "buffer", "subclass", "attribute")
 _SLICE = functools.partial(view, kind="slice")
 
+#: Those that faults are found with most often come first: who asks for few examples gets these.
 STATES = (
     _dict(w=_W),
+    _dict(a=view(), b=view()),
+    _dict(a=view(), b=view(kind="rows", start=6, stop=18)),
+    _dict(a=_SLICE(stop=6), b=_SLICE(start=3, stop=9)),
+    _dict(a=_SLICE(stop=6), b=_SLICE(start=12, stop=18)),
+    _dict(a=view(kind="parameter"), b=view()),
+    _dict(a=again("one_parameter"), b=again("one_parameter")),
+    _dict(a=_W, b=_W),
     *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in (*HARD_TO_KEEP, *HARD_TO_KEEP_TOO)),
     *(_dict(v=value(plain)) for plain in (2**53 + 1, 0.1)),  # a float rounds the one, float32 the other
     *(_dict(w=tensor(shape)) for shape in ((0,), (), (2, 2))),
@@ -46,13 +54,6 @@ STATES = (
     *(_dict(w=tensor(geometry=geometry)) for geometry in ("gaps", "inside", "negated", "meta")),
     _dict(w=tensor((2,), torch.complex64, geometry="conjugated")),
     *(_dict(w=tensor(wrap=wrap)) for wrap in _WRAPS),
-    _dict(a=view(), b=view()),
-    _dict(a=view(), b=view(kind="rows", start=6, stop=18)),
-    _dict(a=_SLICE(stop=6), b=_SLICE(start=3, stop=9)),
-    _dict(a=_SLICE(stop=6), b=_SLICE(start=12, stop=18)),
-    _dict(a=view(kind="parameter"), b=view()),
-    _dict(a=again("one_parameter"), b=again("one_parameter")),
-    _dict(a=_W, b=_W),
     *(_dict(v=value(plain)) for plain in (None, True, 1, "a", float("nan"))),
     _dict(z=value(1), a=value(2)),
     _dict(z=_W, a=_W),

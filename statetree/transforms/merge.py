@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def merge(first: T, *rest: T) -> T:
+def merge(*trees: T) -> T:
     """Merge trees that ``partition`` divided: take each leaf that is no ``HOLE``.
 
     Args:
-        first: A tree. It gives the structure and the order.
-        rest: Trees of the same structure. Mappings are matched by their keys.
+        trees: One or more of the same structure. Mappings are matched by their keys; the first one gives the order.
 
     Returns:
         A tree with fresh containers. Where all trees have ``HOLE``, so does the result.
@@ -33,14 +32,17 @@ def merge(first: T, *rest: T) -> T:
     Raises:
         TreeMismatch: If the structures do not match, or two trees have different leaves in one place.
         CyclicTree: If a container holds itself.
+        TypeError: If there is no tree.
 
     Example:
         >>> import statetree as st
         >>> st.merge({"w": 1, "b": st.HOLE}, {"w": st.HOLE, "b": 2})
         {'w': 1, 'b': 2}
     """
-    result, spec = flatten_for("merge", first)
-    for tree in rest:
+    if not trees:
+        raise TypeError("merge: expected at least one tree, got none.")
+    result, spec = flatten_for("merge", trees[0])
+    for tree in trees[1:]:
         others = aligned("merge", spec, result, tree)
         result = [
             b if a is HOLE else a if b is HOLE or a is b else _refuse(spec, result, others)

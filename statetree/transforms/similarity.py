@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -40,8 +41,8 @@ class Similarity:
     """The result of ``similarity``: true if nothing differs.
 
     Attributes:
-        differences: Where the trees differ and how: structure first, then values, the largest differences first,
-            relative to the root mean square of a tensor's elements. A thousand at most.
+        differences: Where the trees differ and how: structure first, then values, of tensors the largest differences
+            first. A thousand at most.
         count: How many differences there are.
         values: Whether values were compared, and not structure alone.
         hint: What mends all of it, if names differ by a prefix alone.
@@ -169,7 +170,8 @@ def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list
             if a is not b and not same_bytes(a, b):
                 elements = tensor_difference(a, b, tolerance)
                 if elements is not None:
-                    unequal.append((-elements.size, _of_elements(paths[index], elements, a.numel())))
+                    largest = math.inf if elements.max_abs is None else elements.max_abs
+                    unequal.append((-largest, _of_elements(paths[index], elements, a.numel())))
         found += [difference for _, difference in sorted(unequal, key=itemgetter(0))]
     return found
 

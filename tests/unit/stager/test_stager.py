@@ -1036,6 +1036,8 @@ def test_close_is_idempotent_and_final(stager):
         for tree in ({"w": ramp(3)}, {"step": 1}):
             with pytest.raises(st.StagerClosed, match=r"(stage|prewarm): the stager is closed.*Make a new Stager"):
                 call(tree)
+    with pytest.raises(st.StagerClosed), stager:
+        pass
     assert stager.nbytes == 0
     assert torch.equal(staged["w"], ramp(SMALL))
 

@@ -117,3 +117,10 @@ def test_half_of_the_trees_have_ten_leaves_or_more():
 
     count()
     assert sum(leaves >= 10 for leaves in counts) >= len(counts) / 2
+
+
+def test_lost_ties_are_found_among_the_first_ten_examples():
+    def untied(state):
+        return st.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+    assert not check_transform(untied, examples=10)["ties"].holds

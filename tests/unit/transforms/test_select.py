@@ -121,6 +121,8 @@ def test_merge_refuses_two_leaves_in_one_place():
     assert st.merge({"a": st.HOLE}, {"a": st.HOLE}) == {"a": st.HOLE}
     with pytest.raises(st.TreeMismatch, match="merge: unexpected at b"):
         st.merge({"a": 1}, {"a": st.HOLE, "b": 2})
+    with pytest.raises(TypeError, match="at least one tree"):
+        st.merge()
 
 
 def test_update_replaces_what_matches():
