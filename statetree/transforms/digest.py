@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.ranks import own_ranks
-from statetree.declare import collective
+from statetree.declare import collective, phase
 from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
@@ -90,10 +90,12 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
     leaves, spec = flatten_for("digest", tree)
     if not lie_on_ranks("digest", leaves, spec):
         manifest = Manifest("digest", tree, own_ranks(), every=True)
-        return _digest(manifest, own_numbers(manifest))
+        with phase("digest.sum"):
+            return _digest(manifest, own_numbers(manifest))
     with exchange("digest", group, timeout) as run:
         manifest = run.manifest(unflatten(spec, list(map(joined, leaves))), complete=True, every=True)
-        return _digest(manifest, global_numbers(run, manifest))
+        with phase("digest.sum"):
+            return _digest(manifest, global_numbers(run, manifest))
 
 
 def _digest(manifest: Manifest, numbers: Mapping[int, int]) -> Digest:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from statetree.declare import phase
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
@@ -122,7 +123,8 @@ def similarity(
     """
     tolerance = Tolerance(rtol, atol)
     tolerance.check("similarity")
-    return _similarity(a, b, where, tolerance if values else None)
+    with phase("similarity.compare"):
+        return _similarity(a, b, where, tolerance if values else None)
 
 
 @quietly

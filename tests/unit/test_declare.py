@@ -119,3 +119,24 @@ def test_staging_in_the_background_is_seen(caplog):
         stager.stage_async({"w": torch.ones(2)}).result()
     phases = [record.getMessage().split(":")[0] for record in caplog.records if record.name == "statetree"]
     assert phases == ["stage.describe", "stage.move"]
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda tree: st.similarity(tree, tree), ["similarity.compare"]),
+        (st.digest, ["digest.sum"]),
+        (lambda tree: st.delta(tree, tree), ["delta.compare"]),
+        (
+            lambda tree: st.apply_delta(st.delta(tree, tree), tree),
+            ["delta.compare", "apply_delta.check", "apply_delta.write"],
+        ),
+        (lambda tree: st.copy_into(tree, st.offload(tree)), ["copy_into.plan", "copy_into.move"]),
+    ],
+    ids=["similarity", "digest", "delta", "apply_delta", "copy_into"],
+)
+def test_what_reads_all_elements_is_seen(call, names, caplog):
+    with caplog.at_level(logging.DEBUG, "statetree"):
+        call({"w": torch.ones(3), "n": 1})
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert [name for name in told if name.partition(".")[0] != "offload"] == names

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from statetree.chunks.ranks import own_ranks
+from statetree.declare import phase
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import facts
 from statetree.leaves.copying import copied_leaves
@@ -228,18 +229,19 @@ def delta(new: Any, base: Any) -> Delta:
     tensors: dict[str, TensorChange] = {}
     whole: dict[int, tuple[int, tuple[int, int]]] = {}  # leaves of the new tree, by those of the base
     alike: dict[int, tuple[int, tuple[int, int]]] = {}
-    for one, other in pairs:
-        if not _have_alike_parts(a, one, b, other):
-            numbers = b.number(other), a.number(one)
-            (whole if numbers[0] != numbers[1] else alike)[other] = one, numbers
-            continue
-        for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
-            x, y = a.tensors[new_name], b.tensors[name]
-            place = x.place, y.place
-            if place not in seen:  # ties: what lies in one memory on both sides is compared once
-                seen[place] = _change(x, y)
-            if (change := seen[place]) is not None:
-                tensors[name] = change
+    with phase("delta.compare"):
+        for one, other in pairs:
+            if not _have_alike_parts(a, one, b, other):
+                numbers = b.number(other), a.number(one)
+                (whole if numbers[0] != numbers[1] else alike)[other] = one, numbers
+                continue
+            for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
+                x, y = a.tensors[new_name], b.tensors[name]
+                place = x.place, y.place
+                if place not in seen:  # ties: what lies in one memory on both sides is compared once
+                    seen[place] = _change(x, y)
+                if (change := seen[place]) is not None:
+                    tensors[name] = change
     if any(b.is_object(leaf) for leaf in whole):
         base_of = dict(pairs)
         groups = [*b.sharing_objects(), *({base_of[leaf] for leaf in own} for own in a.sharing_objects())]
@@ -350,19 +352,20 @@ def apply_delta(delta: Delta, tree: T) -> T:
     state = StateParts(verb, tree, own_ranks())
     leaf_of = delta.found_in(state)
     writes: dict[Any, Callable[[], None]] = {}
-    for name, change in delta.tensors.items():
-        part = state.tensors[name]
-        if part.piece.is_inference():
-            raise mismatch(verb, name, "a tensor that can be written", "an inference tensor")
-        located = LocatedChange(verb, name, change, part)
-        (found, brought), (before, after) = located.sums(), change.sums.cpu()
-        if not brought.equal(after):
-            raise damaged(verb, name, OTHER_CONTENT)
-        if found.equal(before):
-            if part.place not in writes:  # tied tensors are written once
-                writes[part.place] = located.write()
-        elif not found.equal(after):
-            raise mismatch(verb, name, "the elements of the base where the delta writes", "others")
+    with phase("apply_delta.check"):
+        for name, change in delta.tensors.items():
+            part = state.tensors[name]
+            if part.piece.is_inference():
+                raise mismatch(verb, name, "a tensor that can be written", "an inference tensor")
+            located = LocatedChange(verb, name, change, part)
+            (found, brought), (before, after) = located.sums(), change.sums.cpu()
+            if not brought.equal(after):
+                raise damaged(verb, name, OTHER_CONTENT)
+            if found.equal(before):
+                if part.place not in writes:  # tied tensors are written once
+                    writes[part.place] = located.write()
+            elif not found.equal(after):
+                raise mismatch(verb, name, "the elements of the base where the delta writes", "others")
     fresh: dict[int, Any] = {}
     objects: dict[int, Any] = {}
     for name, value in delta.values.items():
@@ -382,6 +385,7 @@ def apply_delta(delta: Delta, tree: T) -> T:
     for leaf, copy in zip(fresh, copied_leaves(verb, list(fresh.values()), list), strict=True):
         leaves[leaf] = copy
     result: T = state.manifest.lift(leaves)
-    for write in writes.values():
-        write()
+    with phase("apply_delta.write"):
+        for write in writes.values():
+            write()
     return result
