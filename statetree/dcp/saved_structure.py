@@ -114,6 +114,18 @@ class Structure(NamedTuple):
             below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
             pending += [(Path((*path, shown_key(key))), child) for key, child in reversed(below)]
 
+    def divided(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield what leaves are that are made of several tensors, beside these: by the texts of the keys above."""
+        pending: list[tuple[tuple[str, ...], int]] = [((), len(self.containers) - 1)] if self.containers else []
+        while pending:
+            keys, index = pending.pop()
+            container = self.containers[index]
+            if container.is_leaf:
+                yield keys, container.full_text(self.containers)
+            else:
+                rows = zip(container.keys, container.links, strict=True)
+                pending += [((*keys, key), ~ref) for key, ref in rows if ref < 0]
+
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Return a tree with a value for each entry. ``unknown`` containers are mappings by texts."""
         known = rebuilt_classes()

@@ -75,7 +75,7 @@ class _Directory:
         self.data = DataFiles(path, files, verify=files.verify is not False)
         self.foreign: dict[str, None] = {}  # names of what was not loaded
         self.unknown: list[Difference] = []  # where there are containers of unknown classes
-        self.divided: dict[str, str] = {}  # what leaves that are made of several tensors are, beside these
+        self.divided: dict[tuple[str, ...], str] = {}  # what leaves that are made of several tensors are beside these
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
@@ -93,6 +93,7 @@ class _Directory:
         saved = read_structure(self._plain(STRUCTURE_KEY))
         tree = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
         self._report_unknown(saved)
+        self.divided.update(saved.divided())
         placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
         loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
         if not loose:
@@ -137,7 +138,6 @@ class _Directory:
     def _report_unknown(self, saved: Structure) -> None:
         for path, container, why in saved.unknown():
             if container.is_leaf:  # whose parts are a mapping by their names
-                self.divided[str(path)] = container.full_text(saved.containers)
                 what = "a leaf that is made of several tensors"
                 self.unknown.append(Difference(path, "structure", what, "a tree that says how (like=)"))
             else:

@@ -39,7 +39,7 @@ class OpenedCheckpoint:
         files: Its files.
         foreign: Names of classes whose objects were not loaded.
         unknown: Where there are containers of unknown classes, which are mappings here.
-        divided: What leaves that are made of several tensors are beside these, by their paths.
+        divided: What leaves that are made of several tensors are beside these, by the ``key_text`` of each key above.
         metadata: Texts that the file holds beside the tree.
         is_nested: Whether the file says how its entries are nested: of which classes, under keys of which types.
         verify: Compares stored checksums, and returns how many there are.
@@ -51,7 +51,7 @@ class OpenedCheckpoint:
     files: OpenFiles
     foreign: Sequence[str] = ()
     unknown: Sequence[Difference] = ()
-    divided: Mapping[str, str] = field(default_factory=dict)
+    divided: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     is_nested: bool = True
     verify: Callable[[], int] = int

@@ -18,6 +18,7 @@ from statetree.files.checkpoint import StoredParts, is_entry
 from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill
 from statetree.files.formats import opened
+from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.leaves.builtin import is_distributed, is_value, materialized
@@ -316,10 +317,10 @@ class _Filled:
 
 
 def _divided_otherwise(
-    paths: Collection[Path], divided: Mapping[str, str], texts: Mapping[Path, str]
+    paths: Collection[Path], divided: Mapping[tuple[str, ...], str], texts: Mapping[Path, str]
 ) -> list[Difference]:
     """Return which leaves, made of several tensors, are something else than what was saved, beside these tensors."""
-    pairs = [(path, divided.get(str(path), texts[path]), texts[path]) for path in texts if path in paths]
+    pairs = [(path, divided.get((*map(key_text, path),), own), own) for path, own in texts.items() if path in paths]
     return [Difference(path, "leaf type", saved, own) for path, saved, own in pairs if saved != own]
 
 

@@ -224,12 +224,13 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
     """Say what a leaf is beside its parts: its class and facts, without shapes and devices: ranks have their own."""
-    shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+    dims = leaf.dim() if isinstance(leaf, torch.Tensor) else -1
 
     def without_shape(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and tuple(value) == shape:
-            return "its shape"
-        if type(value) in (list, tuple):
+        # A number for each dim is its shape, or depends on that: the blocks of a row, where a rank holds one row.
+        if isinstance(value, (list, tuple)) and len(value) == dims and all(type(size) is int for size in value):
+            return "sizes"
+        if isinstance(value, (list, tuple)):
             return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
             return {key: without_shape(item) for key, item in value.items()}

@@ -137,3 +137,29 @@ def keep_scales(directory: Path) -> None:
 
 def test_parts_that_ranks_must_hold_alike_are_saved_if_they_do(tmp_path):
     run_ranks(2, keep_scales, tmp_path)
+
+
+def keep_rows(what: str, directory: Path) -> None:
+    from torchao.quantization import Float8Tensor, PerRow
+
+    def rows(seed):
+        full = torch.randn(3, 32, generator=torch.Generator().manual_seed(seed))
+        whole = Float8Tensor.from_hp(full, granularity=PerRow())
+        rank, step = dist.get_rank(), -(-3 // dist.get_world_size())
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        local = whole[rank * step : (rank + 1) * step]
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    if what == "save":
+        st.save({"w": rows(0)}, directory / "rows")
+        return
+    loaded = st.load(directory / "rows", {"w": rows(1)})["w"]._local_tensor
+    for name in ("qdata", "scale"):
+        found, expected = (getattr(each, name).view(torch.uint8) for each in (loaded, rows(0)._local_tensor))
+        assert torch.equal(found, expected)
+
+
+def test_a_rank_may_hold_one_row_whose_shape_is_that_of_a_block(tmp_path):
+    pytest.importorskip("torchao")
+    for world_size, what in ((2, "save"), (1, "load"), (2, "load")):
+        run_ranks(world_size, keep_rows, what, tmp_path)

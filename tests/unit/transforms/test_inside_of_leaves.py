@@ -125,6 +125,18 @@ def test_nothing_is_loaded_into_wrappers_of_another_kind(depth):
     saved_as(wrapped(3.0, 0.5), wrapped(0.0, 1.0), wrapped(0.0, 0.5))
 
 
+def test_wrappers_under_keys_that_look_alike_are_told_apart():
+    def tree(value):
+        keys = {0: 0.5, "0": 1.0, "a.b": 2.0}
+        wrapped = {key: Wrapping(torch.full((2,), value), scale) for key, scale in keys.items()}
+        return {**wrapped, "a": {"b": Wrapping(torch.full((2,), value), 3.0)}}
+
+    path = Path(tempfile.mkdtemp(), "saved")
+    with warnings.catch_warnings(action="ignore"):
+        st.save(tree(3.0), path)
+    assert st.similarity(st.load(path, tree(0.0)), tree(3.0))
+
+
 def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that():
     path = Path(tempfile.mkdtemp(), "saved")
     with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
