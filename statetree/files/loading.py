@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
@@ -235,7 +236,8 @@ class _Filled:
             _check_known(lowered.spec, index, found)
         if self._options.through is None:
             owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
-            refuse_all(_divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts))
+            found = _divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts)
+            refuse_all([each for each in found if not (self._options.cast and _differ_in_dtypes(each))])
         boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}
         refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
         values = {i: found for i, found in stored.items() if is_value(found) or is_entry(found)}
@@ -322,6 +324,12 @@ def _divided_otherwise(
     """Return which leaves, made of several tensors, are something else than what was saved, beside these tensors."""
     pairs = [(path, divided.get((*map(key_text, path),), own), own) for path, own in texts.items() if path in paths]
     return [Difference(path, "leaf type", saved, own) for path, saved, own in pairs if saved != own]
+
+
+def _differ_in_dtypes(found: Difference) -> bool:
+    """Whether texts of leaves differ in nothing but dtypes."""
+    left, right = (re.sub(r"torch\.dtype torch\.\w+", "", text) for text in (found.left, found.right))
+    return left == right
 
 
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:

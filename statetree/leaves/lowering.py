@@ -233,7 +233,7 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
         if isinstance(value, (list, tuple)):
             return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
-            return {key: without_shape(item) for key, item in value.items()}
+            return {key: without_shape(value[key]) for key in sorted(value, key=repr)}
         return "its device" if isinstance(value, torch.device) else value
 
     facts = leaf_type.describe(leaf).items()

@@ -137,6 +137,19 @@ def test_wrappers_under_keys_that_look_alike_are_told_apart():
     assert st.similarity(st.load(path, tree(0.0)), tree(3.0))
 
 
+def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_order():
+    path = Path(tempfile.mkdtemp(), "saved")
+    with warnings.catch_warnings(action="ignore"):
+        st.save({"w": Wrapping(torch.full((2,), 3.0), {"a": 1, "b": 2})}, path)
+    like = {"w": Wrapping(torch.zeros(2, dtype=torch.bfloat16), {"b": 2, "a": 1})}
+    for in_place in (False, True):
+        with pytest.raises(st.TreeMismatch, match="at w"):
+            st.load(path, like, in_place=in_place)
+        assert st.load(path, like, in_place=in_place, cast=True)["w"].inner.tolist() == [3.0, 3.0]
+    with pytest.raises(st.TreeMismatch, match="leaf type differs at w"):
+        st.load(path, {"w": Wrapping(like["w"].inner, {"a": 1, "b": 3})}, cast=True)
+
+
 def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that():
     path = Path(tempfile.mkdtemp(), "saved")
     with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
