@@ -104,27 +104,24 @@ class Structure(NamedTuple):
     def unknown(self) -> Iterator[tuple[Path, SavedContainer, str]]:
         """Yield the containers that are not made without a template, parents first: each with its path, and why."""
         known = rebuilt_classes()
-        pending: list[tuple[Path, int]] = [(Path(), len(self.containers) - 1)] if self.containers else []
-        while pending:
-            path, index = pending.pop()
-            container = self.containers[index]
+        for keys, container in self._walk():
             how = _made_of(container, known)
             if isinstance(how, str):
-                yield path, container, how
-            below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
-            pending += [(Path((*path, shown_key(key))), child) for key, child in reversed(below)]
+                yield Path([shown_key(key) for key in keys]), container, how
 
     def divided(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield what leaves are that are made of several tensors, beside these: by the texts of the keys above."""
+        return ((keys, found.full_text(self.containers)) for keys, found in self._walk() if found.is_leaf)
+
+    def _walk(self) -> Iterator[tuple[tuple[str, ...], SavedContainer]]:
+        """Yield the containers, parents first, with the texts of the keys above each."""
         pending: list[tuple[tuple[str, ...], int]] = [((), len(self.containers) - 1)] if self.containers else []
         while pending:
             keys, index = pending.pop()
             container = self.containers[index]
-            if container.is_leaf:
-                yield keys, container.full_text(self.containers)
-            else:
-                rows = zip(container.keys, container.links, strict=True)
-                pending += [((*keys, key), ~ref) for key, ref in rows if ref < 0]
+            yield keys, container
+            below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
+            pending += [((*keys, key), child) for key, child in reversed(below)]
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Return a tree with a value for each entry. ``unknown`` containers are mappings by texts."""

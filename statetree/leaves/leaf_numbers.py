@@ -14,7 +14,7 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.key_paths import exactly
 from statetree.leaves.builtin import OPAQUE, facts, leaf_type_of
-from statetree.leaves.pairing import facts_inside, paired_parts
+from statetree.leaves.pairing import facts_inside, is_made_of_views, paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
 from statetree.leaves.types.opaque import Rest, TakeApart
 from statetree.spans.sums import ALL, piece_sums
@@ -66,7 +66,7 @@ def value_number(value: Any) -> int:
         if pickle.EMPTY_SET in rest.skeleton or pickle.FROZENSET in rest.skeleton:
             _, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
         found.append(value_text(rest).encode("utf-8", "surrogatepass"))
-    if isinstance(recipe, PackedRecipe) and recipe.inner:
+    if not is_made_of_views(recipe):
         found += [str(known and _as_texts(known)).encode("utf-8", "surrogatepass") for known in facts_inside(value)]
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None

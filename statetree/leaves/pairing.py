@@ -24,7 +24,7 @@ from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched, matched_where
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from statetree.tree.selection import Where
 
@@ -189,7 +189,7 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any,
     try:
         a, b = materialized(a), materialized(b)
         found = list(fact_differences(_facts_here(a), _facts_here(b)))
-        found = found or list(inner_differences(facts_inside(a), facts_inside(b)))
+        found = found or list(inner_differences(a, b))
     except Exception as error:
         if not plain:
             raise
@@ -203,7 +203,7 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any,
 def facts_inside(leaf: Any) -> Iterator[Mapping[str, Any] | None]:
     """Yield the facts of what a leaf is made of, all the way down; ``None`` for tensors that are nothing but a view."""
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or leaf_type.native or not leaf_type.has_elements:
+    if leaf_type is None or leaf_type.native or leaf_type.deferred or not leaf_type.has_elements:
         return
     if leaf_type.local_tensor is not None and _is_view(getattr(leaf, leaf_type.local_tensor)):  # as nearly always
         return
@@ -220,14 +220,22 @@ def _is_view(tensor: Any) -> bool:
     return is_native and special_layout(tensor) is None
 
 
-def inner_differences(
-    left: Iterable[Mapping[str, Any] | None], right: Iterable[Mapping[str, Any] | None]
-) -> Iterator[tuple[str, Any, Any]]:
+def inner_differences(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield where ``facts_inside`` of two leaves differ. That one has more of them, is seen by the parts."""
     plain = {"leaf type": "Tensor"}
-    for a, b in zip(left, right, strict=False):
-        if a is not None or b is not None:
-            yield from fact_differences(a or plain, b or plain)
+    for left, right in zip(facts_inside(a), facts_inside(b), strict=False):
+        if left is not None or right is not None:
+            yield from fact_differences(left or plain, right or plain)
+
+
+def is_made_of_views(recipe: Recipe) -> bool:
+    """Whether all that a leaf is made of is a view and nothing else, so that ``facts_inside`` have nothing to say."""
+    inner = recipe.inner if isinstance(recipe, PackedRecipe) else ()
+    return all(
+        isinstance(each, int)
+        or (isinstance(each, PackedRecipe) and each.leaf_type.native and each.leaf_type.elements_only(each.context))
+        for each in inner
+    )
 
 
 def _facts_here(leaf: Any) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
 from statetree.leaves.location import located_error
-from statetree.leaves.pairing import fact_differences, facts_inside, inner_differences, paired_parts
+from statetree.leaves.pairing import fact_differences, inner_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
 from statetree.leaves.ties import lie_alike, sharing, view_key
@@ -122,19 +122,21 @@ def _is_floating(leaf: Any) -> bool:
 def _differences(row: _Counterparts) -> list[Difference]:
     """Return where the leaves of a row are not alike."""
     found = []
-    first: tuple[Mapping[str, Any], Sequence[Any]] | None = None
+    base: Any = None
+    first: Mapping[str, Any] = {}
     for leaf in row.leaves:
         try:
             held = leaf if is_stored(leaf) else materialized(leaf)
-            known, inside = facts(held).items(), [*(() if is_stored(leaf) else facts_inside(held))]
+            base = held if base is None else base
+            known, inside = facts(held).items(), list(inner_differences(base, held))
         except Exception as error:
             raise located_error("combine", "take apart", error, lambda: [row.path], [leaf], 0) from error
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
             Difference(row.path, "placements", p, "no Partial") for p in own.get("placements", ()) if p.is_partial()
         ]
-        first = first or (own, inside)
-        rows = [*fact_differences(first[0], own), *inner_differences(first[1], inside)]
+        first = first or own
+        rows = [*fact_differences(first, own), *inside]
         found += [Difference(row.path, kind, got, expected) for kind, expected, got in rows if kind != "dtype"]
     return found
 

@@ -13,8 +13,8 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.pairing import (
     LeafPairing,
-    facts_inside,
     inner_differences,
+    is_made_of_views,
     leave_out_differences,
     paired_parts,
 )
@@ -236,8 +236,8 @@ def _unpack_both(
                 parts.leaves.append(index)
     for position, index in enumerate(indices):
         a, b = pairing.left[index], pairing.right[index]
-        if is_value(a) and all(side.parts_of(position) for side in sides):
-            for row in inner_differences(facts_inside(a), facts_inside(b)):
+        if is_value(a) and not all(is_made_of_views(side.recipe(position)) for side in sides):
+            for row in inner_differences(a, b):
                 differ(index, *row)
         if values:
             same = _same_contexts(sides[0].recipe(position), sides[1].recipe(position))

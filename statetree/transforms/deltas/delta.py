@@ -13,7 +13,7 @@ from statetree.declare import phase
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import facts
 from statetree.leaves.copying import copied_leaves
-from statetree.leaves.pairing import fact_differences, facts_inside, inner_differences
+from statetree.leaves.pairing import fact_differences, inner_differences
 from statetree.leaves.parts import unpack
 from statetree.spans.bits import differ_in_more, differing, is_unreadable, same_view
 from statetree.spans.sums import FEW, piece_sums, sums_at
@@ -268,7 +268,7 @@ def _have_alike_parts(a: StateParts, new: int, b: StateParts, old: int) -> bool:
         return True
     if new not in a.parts_of or old not in b.parts_of or _differing_facts(a, new, b, old):
         return False
-    if any(inner_differences(facts_inside(a.leaves[new]), facts_inside(b.leaves[old]))):
+    if any(inner_differences(a.leaves[new], b.leaves[old])):
         return False
     x, y = ([side.tensors[name].piece for name in side.parts_of[leaf]] for side, leaf in ((a, new), (b, old)))
     known = [[(each.dtype, each.shape, each.is_meta) for each in pieces] for pieces in (x, y)]

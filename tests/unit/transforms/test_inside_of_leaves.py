@@ -1,6 +1,6 @@
 """What tensors inside of leaves are beside their elements: a layout, a scale, metadata. It counts as much as these."""
 
-import tempfile
+import enum
 import warnings
 from pathlib import Path
 
@@ -12,6 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import statetree as st
 from statetree.testing import run_ranks
+
+
+class Color(enum.Enum):
+    RED = 1
 
 
 class Wrapping(torch.Tensor):
@@ -40,9 +44,6 @@ class Wrapping(torch.Tensor):
 class Holder:
     def __init__(self, held):
         self.held = held
-
-    def __reduce__(self):  # not by attributes: the tensor is one of several arguments
-        return Holder, (self.held,)
 
 
 def scaled(scale):
@@ -101,9 +102,8 @@ def test_wrappers_differ_if_the_wrappers_in_them_do(kind):
     assert not st.delta(new, again)
 
 
-def saved_as(state, other, alike):
+def saved_as(path, state, other, alike):
     """Save a state, and load it into one that is another one beside its elements, and into one that is not."""
-    path = Path(tempfile.mkdtemp(), "saved")
     with warnings.catch_warnings(action="ignore"):  # it takes a template
         st.save(state, path)
     for in_place in (False, True):
@@ -115,30 +115,34 @@ def saved_as(state, other, alike):
 
 
 @pytest.mark.parametrize("depth", range(4))
-def test_nothing_is_loaded_into_wrappers_of_another_kind(depth):
+def test_nothing_is_loaded_into_wrappers_of_another_kind(depth, tmp_path):
     def wrapped(value, scale):
         tensor = Wrapping(torch.full((2,), value), scale)
         for _ in range(depth):
             tensor = Wrapping(tensor)
         return {"w": tensor}
 
-    saved_as(wrapped(3.0, 0.5), wrapped(0.0, 1.0), wrapped(0.0, 0.5))
+    saved_as(tmp_path / "saved", wrapped(3.0, 0.5), wrapped(0.0, 1.0), wrapped(0.0, 0.5))
 
 
-def test_wrappers_under_keys_that_look_alike_are_told_apart():
-    def tree(value):
-        keys = {0: 0.5, "0": 1.0, "a.b": 2.0}
-        wrapped = {key: Wrapping(torch.full((2,), value), scale) for key, scale in keys.items()}
+KEYS = {0: 0.5, "0": 1.0, "a.b": 2.0, Color.RED: 4.0, torch.float32: 5.0}
+
+
+def test_wrappers_under_keys_that_look_alike_are_told_apart(tmp_path):
+    def tree(value, **scales):
+        wrapped = {key: Wrapping(torch.full((2,), value), scales.get(str(key), scale)) for key, scale in KEYS.items()}
         return {**wrapped, "a": {"b": Wrapping(torch.full((2,), value), 3.0)}}
 
-    path = Path(tempfile.mkdtemp(), "saved")
     with warnings.catch_warnings(action="ignore"):
-        st.save(tree(3.0), path)
-    assert st.similarity(st.load(path, tree(0.0)), tree(3.0))
+        st.save(tree(3.0), tmp_path / "saved")
+    assert st.similarity(st.load(tmp_path / "saved", tree(0.0)), tree(3.0))
+    for key in KEYS:
+        with pytest.raises(st.TreeMismatch, match="leaf type differs at"):
+            st.load(tmp_path / "saved", tree(0.0, **{str(key): 9.0}))
 
 
-def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_order():
-    path = Path(tempfile.mkdtemp(), "saved")
+def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_order(tmp_path):
+    path = tmp_path / "saved"
     with warnings.catch_warnings(action="ignore"):
         st.save({"w": Wrapping(torch.full((2,), 3.0), {"a": 1, "b": 2})}, path)
     like = {"w": Wrapping(torch.zeros(2, dtype=torch.bfloat16), {"b": 2, "a": 1})}
@@ -150,15 +154,15 @@ def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_ord
         st.load(path, {"w": Wrapping(like["w"].inner, {"a": 1, "b": 3})}, cast=True)
 
 
-def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that():
-    path = Path(tempfile.mkdtemp(), "saved")
+def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that(tmp_path):
+    path = tmp_path / "saved"
     with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
         st.save({"w": Wrapping(Wrapping(PAIRS["shape"][0]))}, path)
     with pytest.raises(st.StateTreeError, match="like="):
         st.load(path)
 
 
-def local_scales() -> None:
+def local_scales(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (1,))
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32))
     local = [Wrapping(torch.ones(2), scale) for scale in (0.5, 1.0, 0.5)]
@@ -170,8 +174,8 @@ def local_scales() -> None:
     st.copy_into(new, same)
     held = [distribute_tensor(torch.ones(2, 2), mesh, [kind]) for kind in (Shard(0), Shard(1))]
     assert not st.similarity({"o": Holder(held[0])}, {"o": Holder(held[1])})
-    saved_as(new, {"w": DTensor(Wrapping(torch.zeros(2), 1.0), spec, requires_grad=False)}, same)
+    saved_as(directory / "saved", new, {"w": DTensor(Wrapping(torch.zeros(2), 1.0), spec, requires_grad=False)}, same)
 
 
-def test_local_tensors_differ_if_the_wrappers_do():
-    run_ranks(1, local_scales)
+def test_local_tensors_differ_if_the_wrappers_do(tmp_path):
+    run_ranks(1, local_scales, tmp_path)
