@@ -10,12 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from statetree.errors import TreeMismatch
 from statetree.files.formats import opened
+from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from statetree.files.checkpoint import OpenedCheckpoint
 
 
 def _is_stateful(value: Any) -> bool:
@@ -47,9 +50,10 @@ class StatefulTree:
         """Return the template for a checkpoint: where an object's state lacks a path, memory for the leaf."""
         if not self._states:
             return self.state
-        stored = opened(directory, skip_foreign=True).tree
-        objects = compress(self._leaves, self._mask)
-        return self._with([_fitted(*each, stored) for each in zip(objects, self._states, self._paths, strict=True)])
+        stored = opened(directory, skip_foreign=True)
+        divided = _divided(stored)
+        rows = zip(compress(self._leaves, self._mask), self._states, self._paths, strict=True)
+        return self._with([_fitted(*row, stored.tree, lambda node: id(node) in divided) for row in rows])
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""
@@ -61,14 +65,21 @@ class StatefulTree:
         return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
 
 
-def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
+def _divided(stored: OpenedCheckpoint) -> set[int]:
+    """Return the mappings, by their ids, that stand in a checkpoint's tree for leaves made of several tensors."""
+    visits = flatten_for("restore", stored.tree)[1].walk() if stored.divided else ()
+    inner = [visit.path for visit in visits if visit.cls is not None]
+    return {id(path(stored.tree)) for path in inner if (*map(key_text, path),) in stored.divided}
+
+
+def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
     """Return a template for what is stored of an object, with the leaves of its state.
 
     An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
     path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
     """
     try:
-        saved, outline = flatten_for("restore", path(tree))
+        saved, outline = flatten_for("restore", path(tree), is_leaf=is_leaf)
     except TreeMismatch:
         return state
     leaves, spec = flatten_for("restore", state)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
 from statetree.dcp import Checkpointer
@@ -245,3 +246,28 @@ def whole_run():
         optimizer.step()
         optimizer.zero_grad()
     return model.weight.detach()
+
+
+class Holding:
+    """Its state holds a tensor that is made of two."""
+
+    def __init__(self, *parts):
+        self.state = {"w": TwoTensor(*parts), "n": 1} if parts else {}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_an_object_gets_tensors_that_are_made_of_several_as_such(tmp_path):
+    saved = Holding(torch.arange(3.0), torch.ones(3))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"held": saved, "x": torch.ones(2)})
+        other = Holding(torch.zeros(3), torch.zeros(3))
+        del other.state["n"]  # what it lacks is made
+        checkpointer.restore({"held": other, "x": torch.zeros(2)})
+        assert_trees_equal(other.state, saved.state)
+        with pytest.raises(statetree.TreeMismatch, match=r"structure differs at held\.w"):
+            checkpointer.restore({"held": Holding(), "x": torch.zeros(2)})
