@@ -93,8 +93,8 @@ def test_low_bit_optimizer_states_are_restored_on_other_ranks(tmp_path):
 def keep_scales(directory: Path) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
-    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32))
-    parts = [torch.ones(2, 3), torch.full((1, 1), 1.0 + rank)]
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([3, 3]), (3, 1), torch.float32))
+    parts = [torch.ones(2 - rank, 3), torch.full((1, 1), 1.0 + rank)]
 
     class Scaled(torch.Tensor):
         """A tensor of numbers, and a scale of all of them, which no rank has another one of."""

@@ -155,11 +155,12 @@ def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_ord
 
 
 def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that(tmp_path):
-    path = tmp_path / "saved"
+    path, tree = tmp_path / "saved", {"w": Wrapping(Wrapping(PAIRS["shape"][0]))}
     with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
-        st.save({"w": Wrapping(Wrapping(PAIRS["shape"][0]))}, path)
+        st.save(tree, path)
     with pytest.raises(st.StateTreeError, match="like="):
         st.load(path)
+    assert st.similarity(st.load(path, st.offload(tree)), tree)
 
 
 def local_scales(directory: Path) -> None:
@@ -175,6 +176,8 @@ def local_scales(directory: Path) -> None:
     held = [distribute_tensor(torch.ones(2, 2), mesh, [kind]) for kind in (Shard(0), Shard(1))]
     assert not st.similarity({"o": Holder(held[0])}, {"o": Holder(held[1])})
     saved_as(directory / "saved", new, {"w": DTensor(Wrapping(torch.zeros(2), 1.0), spec, requires_grad=False)}, same)
+    nested = [Wrapping(Wrapping(torch.ones(2), scale)) for scale in (0.5, 1.0, 0.5)]
+    saved_as(directory / "nested", *({"w": DTensor(tensor, spec, requires_grad=False)} for tensor in nested))
 
 
 def test_local_tensors_differ_if_the_wrappers_do(tmp_path):
