@@ -94,7 +94,7 @@ def keep_scales(directory: Path) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([3, 3]), (3, 1), torch.float32))
-    parts = [torch.ones(2 - rank, 3), torch.full((1, 1), 1.0 + rank)]
+    parts = [torch.ones(2 - rank, 3), torch.full((5,), 1.0 + rank)]  # five: no dim of the numbers is as long
 
     class Scaled(torch.Tensor):
         """A tensor of numbers, and a scale of all of them, which no rank has another one of."""
@@ -129,7 +129,7 @@ def keep_scales(directory: Path) -> None:
         checkpointer.save(2, state)
         parts[1].zero_()
         checkpointer.restore(state)
-    assert parts[1].tolist() == [[7.0]]
+    assert parts[1].tolist() == [7.0] * 5
     for named in (DTensor(Scaled(*parts, str(rank)), spec, requires_grad=False), Scaled(*parts, str(rank))):
         with pytest.raises(st.CheckpointError, match=r"different leaves at w: .* got .*'0'.* and .*'1'"):
             st.save({"w": named}, directory / "names")
