@@ -8,6 +8,7 @@ whole container at once takes 30, and its compiled rules for builtin classes can
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ Flattened = tuple[Sequence[Any], tuple[Any, ...], Any]
 Freeze = Callable[[Any], Any]
 
 
-class Container:
+class Container(ABC):
     """One container class: its children, the keys that lead to them, and what else rebuilding it takes.
 
     ``family`` says which containers match each other where structure is compared: any two mappings do, as do a list
@@ -36,13 +37,13 @@ class Container:
         self.family = family
         self.keyed = keyed  # children are matched by key, not by position
 
+    @abstractmethod
     def flatten(self, container: Any, freeze: Freeze) -> Flattened:
         """Return children, their keys, and the auxiliary data, which ``freeze`` makes of attributes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         """Return a fresh container."""
-        raise NotImplementedError
 
     def num_items(self, keys: tuple[Any, ...]) -> int:
         """Return how many of the keys are the container's own, and not those of attributes."""
