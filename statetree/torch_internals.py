@@ -177,6 +177,8 @@ def without_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds what it reads like: without conjugate and negative bits."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
     if tensor.dtype not in _UNCONJUGATED or not tensor.is_conj():
         return tensor.resolve_conj().resolve_neg()
     tensor = tensor.conj()

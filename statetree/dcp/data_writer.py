@@ -27,7 +27,6 @@ from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
-from statetree.spans.layout import as_bytes
 from statetree.torch_internals import as_copied, resolved
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ _FILE_SHARE: Final = 64
 _WORTH_BYTES: Final = 32 << 20
 #: How much is written at a time: what was read for its checksum is still in the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20
+#: Of how many parts at most: Linux takes 1,024 in one call.
+_MOST_PARTS: Final = 1000
 
 
 class Piece(NamedTuple):
@@ -87,17 +88,17 @@ class DataWriter:
         path = self._directory / name
         path.unlink(missing_ok=True)  # never written over: others may be linked to it
         values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
-        pieces, at, end = [], 0, trailer(self._save)
+        pieces = []
         with path.open("xb", buffering=0) as file:
+            end = FileEnd(file.fileno())
             for index in values_first:
-                source = PieceSource(self._pieces[index].data)
-                pieces.append(ManifestPiece(*index, at, source.length, source.write(file.fileno(), at)))
-                at += source.length
+                at, source = end.at, PieceSource(self._pieces[index].data)
+                pieces.append(ManifestPiece(*index, at, source.length, source.write(end)))
                 yield
-            file.seek(at)
-            file.write(end)
+            end.add(trailer(self._save))
+            end.write()
             os.fsync(file.fileno())
-        self.files[name] = ManifestFile(self._save, at + len(end), tuple(pieces))
+        self.files[name] = ManifestFile(self._save, end.at, tuple(pieces))
 
     def link_or_write(self, base: Path | None) -> None:
         """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
@@ -173,7 +174,7 @@ class PieceSource:
             self._archive = archive_of(data.dtype, data.shape)
             data = data if self._archive else data.tensor()
         if isinstance(data, torch.Tensor):
-            data, dtype = resolved(data.detach()), data.dtype
+            data, dtype = resolved(data.detach() if data.requires_grad else data), data.dtype
             self._archive = archive_of(dtype, data.shape)
             data = as_copied(data)  # a copy of bools would change bytes that are neither 0 nor 1
             if self._archive is None:
@@ -186,18 +187,19 @@ class PieceSource:
         self._in_place = is_here and self._data.is_contiguous()
         self.length = self._archive.length if self._archive else self._data.nbytes  # how many bytes are written
 
-    def write(self, handle: int, at: int) -> int:
-        """Write it to a file as DCP does, at an offset, and return its CRC-32."""
+    def write(self, end: FileEnd) -> int:
+        """Write it as DCP does, and return its CRC-32."""
         archive, checksum = self._archive, 0
-        parts: list[Any] = [archive.head] if archive else []
+        if archive:
+            end.add(archive.head)
         for block in self._blocks():
-            parts.append(memory_view(block))
-            checksum = crc32(parts[-1], checksum)
-            if len(block) >= _BLOCK_BYTES or not self._in_place:  # the copy is gone with the next one
-                at, parts = _write_at(handle, parts, at), []
-        end = archive.end(checksum) if archive else b""
-        _write_at(handle, [*parts, end], at)
-        return archive.checksum(checksum, end) if archive else checksum
+            checksum = crc32(block, checksum)
+            end.add(block)
+        if not archive:
+            return checksum
+        after = archive.end(checksum)
+        end.add(after)
+        return archive.checksum(checksum, after)
 
     def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
         """Whether a piece of a file was written from the same, and holds it still."""
@@ -209,38 +211,51 @@ class PieceSource:
         for own in self._blocks():
             done = 0
             for block in place.blocks(begin, len(own)):
-                if not same_bytes(torch.frombuffer(block, dtype=torch.uint8), own[done : done + len(block)]):
+                both = block, own[done : done + len(block)]
+                if not same_bytes(*(torch.frombuffer(bytes_, dtype=torch.uint8) for bytes_ in both)):
                     return False
                 done += len(block)
             begin += done
         return True
 
-    def _blocks(self) -> Iterator[torch.Tensor]:
+    def _blocks(self) -> Iterator[memoryview]:
         """Yield the bytes of the memory."""
         data: Any = self._data
         if self._in_place:
-            yield from _memory_of(data).split(_BLOCK_BYTES)
+            view = memory_view(data)
+            yield from (view[start : start + _BLOCK_BYTES] for start in range(0, len(view), _BLOCK_BYTES))
             return
         for box in in_buckets(data.shape, data.dtype.itemsize):
             index = (*map(slice, box.start, box.stop),)
-            yield _memory_of(data.read(index) if isinstance(data, StoredTensor) else data[index].cpu().contiguous())
+            yield memory_view(data.read(index) if isinstance(data, StoredTensor) else data[index].cpu().contiguous())
 
 
-def _memory_of(dense: torch.Tensor) -> torch.Tensor:
-    start = int(dense.storage_offset()) * dense.dtype.itemsize
-    return as_bytes(dense.untyped_storage(), start, start + dense.nbytes)
+class FileEnd:
+    """The end of a file that grows. Small parts are written together, by one call of the system."""
 
+    def __init__(self, handle: int, at: int = 0) -> None:
+        self.at = at  #: where the next part is to lie
+        self._handle = handle
+        self._begin = at
+        self._parts: list[memoryview] = []
 
-def _write_at(handle: int, parts: Sequence[Any], at: int) -> int:
-    """Write bytes at an offset of a file, and return where they end."""
-    views, begin = [memoryview(part) for part in parts], at
-    while views:
-        done = os.pwritev(handle, views, at)
-        at += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if views:
-            views[0] = views[0][done:]
-    if at - begin >= _BLOCK_BYTES:
-        begin_to_sync(handle, begin, at)
-    return at
+    def add(self, part: bytes | memoryview) -> None:
+        """Add bytes, which must stay as they are until they are written."""
+        self._parts.append(memoryview(part))
+        self.at += len(part)
+        if self.at - self._begin >= _BLOCK_BYTES or len(self._parts) == _MOST_PARTS:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was added."""
+        views, at = [part for part in self._parts if part], self._begin
+        while views:
+            done = os.pwritev(self._handle, views, at)
+            at += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if views:
+                views[0] = views[0][done:]
+        if at - self._begin >= _BLOCK_BYTES:
+            begin_to_sync(self._handle, self._begin, at)
+        self._begin, self._parts = at, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,7 +25,7 @@ NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which is valid while the tensor is.
+    """Return the memory of a contiguous tensor on the CPU, and hold the tensor.
 
     (NumPy, which would do this, may not be installed.)
     """
@@ -36,7 +36,9 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     if not address:
         msg = f"a tensor of the shape {tuple(tensor.shape)} has no memory: expected one with elements. Materialize it."
         raise UnsupportedLeaf(msg)
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
 
 
 def in_buckets(shape: Sequence[int], itemsize: int) -> list[Box]:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint
 
 import statetree as st
 from statetree.dcp import data_writer
-from statetree.dcp.data_writer import PieceSource
+from statetree.dcp.data_writer import FileEnd, PieceSource
 from statetree.dcp.file_manifest import ManifestPiece
 from statetree.files import publishing, strided_reading
 from statetree.files.ranges import OpenFiles
@@ -26,7 +26,10 @@ BLOCKS = torch.arange(400_000)  # more than is read at a time
 def stored(path, data):
     source = PieceSource(data)
     with path.open("wb") as file:
-        checksum = source.write(file.fileno(), 6)
+        end = FileEnd(file.fileno(), 6)
+        checksum = source.write(end)
+        end.write()
+        assert end.at == 6 + source.length
     path.write_bytes(path.read_bytes() + b"behind")
     piece = ManifestPiece("a", (0,), 6, source.length, checksum)
     assert zlib.crc32(path.read_bytes()[6:-6]) == checksum
@@ -82,6 +85,20 @@ def test_what_the_system_writes_in_part_is_written_whole(tmp_path, monkeypatch):
     assert file.read(6, piece.length, "it") == as_torch_writes(torch.arange(50.0))
 
 
+def test_small_pieces_are_written_together_and_held_until_then(tmp_path, monkeypatch):
+    calls, pwritev = [], os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda handle, parts, at: calls.append(len(parts)) or pwritev(handle, parts, at))
+    monkeypatch.setattr(data_writer, "_MOST_PARTS", 30)
+    with (tmp_path / "file").open("wb") as file:
+        end = FileEnd(file.fileno())
+        for number in range(40):  # of which nobody else holds any
+            PieceSource(torch.full((1000,), float(number)).view(10, 100).t()).write(end)
+        end.write()
+    assert calls == [30, 30, 30, 30]
+    expected = [torch.full((1000,), float(number)).view(10, 100).t().contiguous() for number in range(40)]
+    assert (tmp_path / "file").read_bytes() == b"".join(map(as_torch_writes, expected))
+
+
 @pytest.mark.slow
 def test_a_tensor_of_more_than_4_gib(tmp_path):
     """Whose archive has sizes of 64 bits."""
@@ -90,7 +107,9 @@ def test_a_tensor_of_more_than_4_gib(tmp_path):
     tensor = torch.zeros((4 << 30) + 5, dtype=torch.uint8)
     tensor[-1] = 7
     with (tmp_path / "file").open("wb") as file:
-        PieceSource(tensor).write(file.fileno(), 0)
+        end = FileEnd(file.fileno())
+        PieceSource(tensor).write(end)
+        end.write()
     assert torch.equal(torch.load(tmp_path / "file", mmap=True, weights_only=True), tensor)
     with (tmp_path / "file").open("rb") as ours, (tmp_path / "torch").open("w+b") as theirs:
         torch.save(tensor, theirs)
@@ -219,7 +238,7 @@ class TestTwoFiles:
         begun, released = [], threading.Event()
         write = PieceSource.write
 
-        def failing(source, handle, at):
+        def failing(source, end):
             name = threading.current_thread().name
             begun.append(name)
             if name == "MainThread":
@@ -227,7 +246,7 @@ class TestTwoFiles:
             elif begun.count(name) == 2:
                 released.set()
                 raise OSError(28, "No space left on device")
-            return write(source, handle, at)
+            return write(source, end)
 
         monkeypatch.setattr(PieceSource, "write", failing)
         with pytest.raises(st.StateTreeError, match="No space left"):
