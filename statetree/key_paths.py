@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: What has an address in its representation, which differs from process to process, and a full name.
 _NAMED: Final = (FunctionType, BuiltinFunctionType, MethodType)
+#: Such an address.
+ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Attr(str):

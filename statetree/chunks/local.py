@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from statetree.chunks.boxes import Box, Interval, cut_out
 from statetree.errors import UnsupportedLeaf
 from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
-
-    import torch
 
     from statetree.chunks.layouts import ChunkLayout, Split
 
@@ -63,7 +63,17 @@ class LocalChunks(NamedTuple):
 
 
 def location_of(piece: torch.Tensor) -> Hashable:
-    """Return what is equal for tensors that are the same view on the same memory."""
+    """Return what is equal for tensors that are the same view on the same memory.
+
+    Raises:
+        UnsupportedLeaf: If the tensor is none, but one of torch's own layouts that are made of several.
+    """
+    if piece.is_quantized or piece.layout is not torch.strided or piece.is_nested:
+        kind = "nested" if piece.is_nested else piece.dtype if piece.is_quantized else piece.layout
+        raise UnsupportedLeaf(
+            f"the leaf at %PATH% is distributed, and what this rank holds is a {kind} tensor: expected strided ones. "
+            "Convert it first, or hold its values as a tensor of their own."
+        )
     return (
         storage_key(piece.untyped_storage()),
         piece.dtype,  # in elements of which the offset is counted

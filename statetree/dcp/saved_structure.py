@@ -14,7 +14,7 @@ import torch
 
 from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
+from statetree.files.key_texts import UnknownKey, is_readable, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
@@ -83,6 +83,9 @@ class Structure(NamedTuple):
 
     containers: Sequence[SavedContainer]
     entries: Sequence[SavedEntry]
+    #: What leaves of several tensors are beside these, by the texts of the keys above, that ranks other than the first
+    #: hold and it does not.
+    others: Mapping[tuple[str, ...], str] = {}
 
     @classmethod
     def of(cls, spec: TreeSpec, entries: Sequence[SavedEntry] = ()) -> Structure:
@@ -99,7 +102,8 @@ class Structure(NamedTuple):
         """Return it as text."""
         table = [list(entry) if entry.context else list(entry[:3]) for entry in self.entries]
         nodes = [list(container) for container in self.containers]
-        return json.dumps({"version": VERSION, "nodes": nodes, "entries": table}, separators=(",", ":"))
+        others = {"others": [*self.others.items()]} if self.others else {}
+        return json.dumps({"version": VERSION, "nodes": nodes, "entries": table, **others}, separators=(",", ":"))
 
     def unknown(self) -> Iterator[tuple[Path, SavedContainer, str]]:
         """Yield the containers that are not made without a template, parents first: each with its path, and why."""
@@ -111,7 +115,8 @@ class Structure(NamedTuple):
 
     def divided(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield what leaves are that are made of several tensors, beside these: by the texts of the keys above."""
-        return ((keys, found.full_text(self.containers)) for keys, found in self._walk() if found.is_leaf)
+        yield from self.others.items()
+        yield from ((keys, found.full_text(self.containers)) for keys, found in self._walk() if found.is_leaf)
 
     def _walk(self) -> Iterator[tuple[tuple[str, ...], SavedContainer]]:
         """Yield the containers, parents first, with the texts of the keys above each."""
@@ -213,10 +218,7 @@ def _as_texts(keys: Sequence[str]) -> list[str]:
     """Return distinct texts for the keys of a container of an unknown class, as ``Entries.find`` looks for them."""
     taken: dict[Any, None] = {}
     for text in keys:
-        try:
-            key = key_of(text) if text[0] != "@" else text[1:]
-        except UnknownKey as unknown:
-            key = str(unknown)
+        key = key_of(text) if text[0] != "@" and is_readable(text) else text[1:]
         while key in taken:
             key = f"{key}~"
         taken[key] = None
@@ -233,7 +235,9 @@ def read_structure(text: Any) -> Structure:
                 "the version of statetree that saved it, or with torch.distributed.checkpoint."
             )
         found = Structure(
-            [_read_container(*row) for row in table["nodes"]], [_read_entry(*row) for row in table["entries"]]
+            [_read_container(*row) for row in table["nodes"]],
+            [_read_entry(*row) for row in table["entries"]],
+            {_texts(keys): str(text) for keys, text in table.get("others", ())},
         )
         _check_tree(found)
     except (TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:

@@ -44,6 +44,7 @@ from statetree.dcp.state_entries import (
 from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
+from statetree.files.key_texts import key_text, shown_key
 from statetree.files.publishing import sync
 from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
@@ -138,9 +139,10 @@ class _Holdings(NamedTuple):
     pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
     inseparable: set[str]  # keys of tensors that are of use together only, so that one rank has to write them all
     dcp_paths: dict[str, tuple[str | int, ...]]
-    #: What all ranks must hold alike of leaves that are made of several tensors: sums of those that are not cut with
-    #: the leaf, and what the leaf is beside them.
-    assumed: dict[str, tuple[int, ...] | str]
+    #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
+    assumed: dict[str, tuple[int, ...]]
+    #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
+    divided: dict[tuple[str, ...], str]
 
 
 class StateSave:
@@ -155,7 +157,8 @@ class StateSave:
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = _Holdings({}, {}, set(), {}, {})
+        self._told = _Holdings({}, {}, set(), {}, {}, {})
+        self._structure: Structure | None = None  # on the first rank
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
         self._id = uuid.uuid4().hex
@@ -175,8 +178,8 @@ class StateSave:
         spec, entries, texts = entries_of(self._state(), verb="save")
         taken = {entry.key for entry in entries}
         sums = assumed_sums([entry.value for entry in entries])
-        self._told.assumed.update({f"elements of {entries[index].key!r}": found for index, found in sums.items()})
-        self._told.assumed.update({f"leaves at {path or '<root>'}": text for path, text in texts.items()})
+        self._told.assumed.update({entries[index].key: found for index, found in sums.items()})
+        self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
         saved = []
         for path, key, value, dcp_path in entries:
             content = content_of("save", value, path, ranks)
@@ -194,9 +197,9 @@ class StateSave:
                 self._add_value(context, content.contexts, path, (context,), type(value))
             saved.append(SavedEntry(content.sort, keys, content.facts, context))
         if is_first(self._group):
-            structure = Structure.of(spec, saved)
-            self._add_value(STRUCTURE_KEY, structure.to_text(), Path(), (STRUCTURE_KEY,))
-            self.unmade += _unmade(spec, structure)
+            self._structure = Structure.of(spec, saved)
+            self._add_value(STRUCTURE_KEY, self._structure.to_text(), Path(), (STRUCTURE_KEY,))
+            self.unmade += _unmade(spec, self._structure)
         return self._told
 
     def _add_value(
@@ -233,9 +236,14 @@ class StateSave:
         """On the first rank: tell each the save's id and which pieces it writes, and take old metadata away."""
         if not told:
             return []
+        _check_alike(told)
         shares, self._entries = _planned(told)
         for described in reversed(told):  # the first rank's count
             self._dcp_paths.update(described.dcp_paths)
+        others = {keys: text for one in told for keys, text in one.divided.items() if keys not in told[0].divided}
+        if others and self._structure is not None:
+            text = self._structure._replace(others=others).to_text()
+            self._add_value(STRUCTURE_KEY, text, Path(), (STRUCTURE_KEY,))
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in (METADATA, MANIFEST):
             (self.directory / name).unlink(missing_ok=True)
@@ -278,6 +286,32 @@ class StateSave:
         sync(self.directory)
 
 
+def _check_alike(told: Sequence[_Holdings]) -> None:
+    """Raise ``CheckpointError`` if ranks differ in what they must hold alike of leaves made of several tensors."""
+    known: dict[Any, Any] = {}
+    for rank, one in enumerate(told):
+        for key, sums in one.assumed.items():
+            if known.setdefault(key, sums) != sums:
+                raise _unlike(f"elements of {key!r}")
+        for keys, text in one.divided.items():
+            if known.setdefault(keys, text) != text:
+                path = Path(list(map(shown_key, keys)))
+                raise _unlike(f"leaves at {path or '<root>'}", f", got {known[keys]} and {text}")
+        if unknown := sorted(one.inseparable - told[0].inseparable):
+            raise CheckpointError(
+                f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
+                "expected one that both hold, since the first rank says how it is put together. Save what it is made "
+                "of, or have the first rank hold it, too."
+            )
+
+
+def _unlike(what: str, got: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and whatever "
+        f"else is not cut with a tensor that is made of several{got}."
+    )
+
+
 def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
     """Return what each rank writes of what all hold, and the entries of the whole.
 
@@ -292,14 +326,6 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
     outlines: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {}
     writers: dict[str, int] = {}
-    alike: dict[str, Any] = {}
-    for what, known in (row for described in told for row in described.assumed.items()):
-        if alike.setdefault(what, known) != known:
-            got = f", got {alike[what]} and {known}" if isinstance(known, str) else ""
-            raise CheckpointError(
-                f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and "
-                f"whatever else is not cut with a tensor that is made of several{got}."
-            )
     for index, ranks in holders.items():
         key, rank = index.key, min(ranks, key=load.__getitem__)
         if index.start is None or key in told[ranks[0]].inseparable:

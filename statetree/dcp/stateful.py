@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.checkpoint import OpenedCheckpoint
+    from statetree.tree.spec import TreeSpec
 
 
 def _is_stateful(value: Any) -> bool:
@@ -86,7 +87,8 @@ def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any, is_le
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
     known, whole = {path[:count] for path in paths for count in range(len(path) + 1)}, set(paths)
-    if own.keys() >= whole or not all(
+    is_all_there = own.keys() >= whole and _containers(spec) >= _containers(outline)
+    if is_all_there or not all(
         path in known or any(path[:count] in whole for count in range(len(path))) for path in own
     ):
         return state
@@ -94,6 +96,10 @@ def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any, is_le
     parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
     pairs = zip(paths, saved, strict=True)
     return unflatten(outline, [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs])
+
+
+def _containers(spec: TreeSpec) -> set[tuple[Any, ...]]:
+    return {tuple(visit.path) for visit in spec.walk() if visit.cls is not None}
 
 
 def _room(leaf: Any, path: tuple[Any, ...], parameters: dict[int, torch.Tensor]) -> Any:

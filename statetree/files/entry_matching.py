@@ -9,7 +9,7 @@ import torch
 
 from statetree.errors import Difference, TreeMismatch
 from statetree.files.checkpoint import is_entry
-from statetree.files.key_texts import key_text
+from statetree.files.key_texts import is_readable, key_text
 from statetree.key_paths import Path, exactly
 from statetree.leaves.casting import castable
 from statetree.leaves.ties import view_key
@@ -51,7 +51,7 @@ class _Entries:
         """
         if key in self.place:
             return self.place[key]
-        as_text = [f"s{text[1:]}" if text and text[0] in "@?" else text for text in key]
+        as_text = [f"s{text[1:]}" if text and (text[0] == "@" or not is_readable(text)) else text for text in key]
         candidates = (
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
             *((*key[:known], *as_text[known:]) for known in range(len(key))),  # below containers that are known

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
-from typing import Any, Final
+from typing import Any
 
-from statetree.key_paths import Attr
-
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+from statetree.key_paths import ADDRESS, Attr
 
 
 class UnknownKey(Exception):
@@ -75,6 +72,15 @@ def key_of(text: str) -> Any:
     raise ValueError(text)
 
 
+def is_readable(text: str) -> bool:
+    """Whether ``key_of`` makes a key of a text that ``key_text`` returned."""
+    try:
+        key_of(text)
+    except UnknownKey:
+        return False
+    return True
+
+
 def _number_text(number: float) -> str:
     """Return a number as text that can be read back bit by bit: ``float.hex`` drops the bits of NaNs."""
     return number.hex() if number == number else f"nan{struct.pack('>d', number).hex()}"
@@ -101,6 +107,6 @@ def shown_key(text: str) -> Any:
 def without_addresses(value: Any) -> str:
     """Return a value's representation, the same in every process."""
     try:
-        return _ADDRESS.sub("", repr(value))
+        return ADDRESS.sub("", repr(value))
     except Exception:  # noqa: BLE001 - a hostile __repr__
-        return _ADDRESS.sub("", object.__repr__(value))
+        return ADDRESS.sub("", object.__repr__(value))

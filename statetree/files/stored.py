@@ -200,9 +200,9 @@ class StoredTensor:
         Raises:
             CheckpointError: If the file was changed since it was opened. Verbs look again when they have copied it.
         """
-        self._check()
         pieces = [] if self._find is None else self._pieces()
         if not self.outline.is_meta or self._find is None:
+            self._check()
             for piece in pieces:
                 piece.file.verify()
             self.look_again()

@@ -6,16 +6,19 @@ import enum
 import io
 import pickle
 import struct
+from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.key_paths import exactly
+from statetree.errors import StateTreeError
+from statetree.key_paths import ADDRESS, exactly
 from statetree.leaves.builtin import OPAQUE, facts, leaf_type_of
 from statetree.leaves.pairing import facts_inside, is_made_of_views, paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
+from statetree.leaves.types.arrays import is_array
 from statetree.leaves.types.opaque import Rest, TakeApart
 from statetree.spans.sums import ALL, piece_sums
 
@@ -124,5 +127,18 @@ def value_text(value: Any) -> str:
         return f"{name} {_hex([value.skeleton])} {value_text(value.kept)} {buffers}"
     if isinstance(value, torch.Tensor):
         return f"{name} {value.dtype} {value.detach().cpu().tolist()}"
+    if is_dataclass(value):
+        held = {field.name: getattr(value, field.name, None) for field in fields(value) if field.compare}
+        return f"{name} {value_text(held)}"
     text = exactly(value)
-    return name if " at 0x" in text else f"{name} {text}"
+    told = ADDRESS.sub("", text)
+    return f"{name} {_content_text(value, told) if told != text or is_array(value) else told}"
+
+
+def _content_text(value: Any, told: str) -> str:
+    """Render an object that does not print all that it holds by that; if it is passed by identity, as it prints."""
+    try:
+        tensors, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
+    except StateTreeError:
+        return told
+    return told if any(kept is value for kept in rest.kept) else f"{value_text(rest)} {value_text(tensors)}"

@@ -72,7 +72,7 @@ def lower(
             chosen = partner is not None or (wanted is not None and wanted(leaf))
             if is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
-                divided[index], recipes[paths[index]] = _divide(leaf)
+                divided[index], recipes[paths[index]] = _divide(leaf, wanted if partner is None else is_divisible)
     except TreeMismatch:
         raise
     except Exception as error:
@@ -136,19 +136,20 @@ def is_divisible(leaf: Any) -> bool:
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
 
-def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
+def _divide(leaf: Any, wanted: Callable[[Any], bool] | None = None) -> tuple[DividedLeaf, Recipe]:
+    """Divide a leaf, and of what it is made what is ``wanted``; of the local tensor of a ``DTensor``, everything."""
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     contents = leaf_type.contents(leaf)
-    inner = contents[0]
+    inner = list(map(materialized, contents[0]))
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf, inner)
         parts = [row or (_whole_part(part) if any(rows) else part) for part, row in zip(inner, rows, strict=True)]
-        return _assembled(leaf, leaf_type, contents, parts)
+        return _assembled(leaf, leaf_type, contents, parts, wanted=wanted)
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
-    inside = _divide_local(materialized(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    inside = _divide_local(inner[0], part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
     return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
@@ -160,7 +161,13 @@ def _whole_part(part: Any) -> Any:
 
 
 def _assembled(
-    leaf: Any, leaf_type: EngineLeafType, contents: LeafContents, given: Sequence[Any], whole: Any = None
+    leaf: Any,
+    leaf_type: EngineLeafType,
+    contents: LeafContents,
+    given: Sequence[Any],
+    whole: Any = None,
+    *,
+    wanted: Callable[[Any], bool] | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf: ``given`` are its parts, or what they are divided into."""
     _, context, attributes = contents
@@ -169,7 +176,8 @@ def _assembled(
     flat: list[Any] = []
     names = leaf_type.part_names(context, len(given))
     for name, part in zip(names, given, strict=True):
-        inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
+        is_divided = is_several(part) or (wanted is not None and wanted(part) and is_divisible(part))
+        inside, recipe = part if type(part) is tuple else _divide(part, wanted) if is_divided else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
@@ -192,7 +200,8 @@ def _divide_local(
     assert leaf_type is not None
     contents = leaf_type.contents(local)
     given: list[Any] = []
-    for tensor, own in zip(contents[0], leaf_type.cuts(local, contents[0]), strict=True):
+    inner = list(map(materialized, contents[0]))
+    for tensor, own in zip(inner, leaf_type.cuts(local, inner), strict=True):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
             given.append(_divide_local(tensor, as_part, followed))

@@ -170,7 +170,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     for index in pairing.others:
         pair = pairing.left[index], pairing.right[index]
         try:
-            found += [(index, *row) for row in _leaf_difference(*pair, plain=plain) if dtypes or row[0] != "dtype"]
+            found += [(index, *row) for row in _leaf_difference(*pair, plain=plain, dtypes=dtypes)]
         except Exception as error:
             raise located_error(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
     if not found:
@@ -181,15 +181,15 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     return [*pairing.differences, *(Difference(named[index], kind, a, b) for index, kind, a, b in found)]
 
 
-def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any, Any]]:
+def _leaf_difference(a: Any, b: Any, *, plain: bool, dtypes: bool) -> Iterator[tuple[str, Any, Any]]:
     if is_value(a) and is_value(b):
         if plain and type(a) is not type(b):
             yield ("type", type(a).__qualname__, type(b).__qualname__)
         return
     try:
         a, b = materialized(a), materialized(b)
-        found = list(fact_differences(_facts_here(a), _facts_here(b)))
-        found = found or list(inner_differences(a, b))
+        found = [row for row in fact_differences(_facts_here(a), _facts_here(b)) if dtypes or row[0] != "dtype"]
+        found = found or [row for row in inner_differences(a, b) if dtypes or row[0] != "dtype"]
     except Exception as error:
         if not plain:
             raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import LeafContents
     from statetree.leaves.leaf_type import Chunks
 
 #: Leaf types by class. ``None`` stands for atoms.
@@ -89,6 +90,13 @@ class RegisteredType(EngineLeafType):
                 setattr(self, method, getattr(given, method))
         self.distributed = getattr(type(given), "layout", LeafType.layout) is not LeafType.layout
 
+    def contents(self, value: Any) -> LeafContents:
+        """Do as ``unpack``."""
+        found = super().contents(value)
+        if not self.distributed:
+            _refuse_lists(found[0])
+        return found
+
     def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[ListedPart | None]:
         """Return what ``layout`` says of the parts of a value."""
         if not self.distributed:
@@ -96,6 +104,7 @@ class RegisteredType(EngineLeafType):
         rows = self.layout(value)
         if len(rows) != len(parts):
             raise _misfit("what it is unpacked into", f"{len(parts)} rows", len(rows))
+        _refuse_lists([part for part, row in zip(parts, rows, strict=True) if row is None])
         return [None if row is None else _chunked(part, row) for part, row in zip(parts, rows, strict=True)]
 
     def is_distributed(self, value: Any) -> bool:
@@ -134,6 +143,15 @@ def _chunked(part: Any, row: Chunks) -> ListedPart:
     if len(tensors) != len(offsets):
         raise _misfit("its chunks", f"{len(tensors)} offsets", len(offsets))
     return ListedPart(tensors, shape, [(*map(int, offset),) for offset in offsets], is_listed=is_listed)
+
+
+def _refuse_lists(parts: Sequence[Any]) -> None:
+    """Raise ``UnsupportedLeaf`` if a part that has no layout is a list: nobody could tell of what it is the chunks."""
+    if any(isinstance(part, (list, tuple)) for part in parts):
+        raise UnsupportedLeaf(
+            "the leaf at %PATH% is unpacked into a list of tensors in the place of one: expected that of chunks only, "
+            "of a part of which layout says where they begin. Return the tensors one by one."
+        )
 
 
 def _misfit(what: str, expected: str, got: int) -> UnsupportedLeaf:

@@ -139,6 +139,55 @@ def test_parts_that_ranks_must_hold_alike_are_saved_if_they_do(tmp_path):
     run_ranks(2, keep_scales, tmp_path)
 
 
+class Labelled(torch.Tensor):
+    """A tensor with a label beside it."""
+
+    @staticmethod
+    def __new__(cls, inner, label):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner, made.label = inner, label
+        return made
+
+    def __tensor_flatten__(self):
+        return ["inner"], self.label
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, metadata, outer_size, outer_stride):
+        return cls(inner["inner"], metadata)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].label)
+        raise NotImplementedError(str(func))
+
+
+def keep_own(directory: Path) -> None:
+    rank = dist.get_rank()
+
+    def state(value, *, label="a", key=(1, "own")):
+        own = {"stages": {key: Labelled(torch.full((3,), value), label)}} if rank else {}
+        return {"w": torch.full((2,), value), **own}
+
+    st.save(state(5.0), directory / "own")
+    loaded = st.load(directory / "own", state(0.0), strict=False)
+    assert loaded["w"].tolist() == [5.0, 5.0]
+    assert not rank or loaded["stages"][1, "own"].inner.tolist() == [5.0] * 3
+    if rank:
+        with pytest.raises(st.TreeMismatch, match="leaf type differs at stages"):
+            st.load(directory / "own", state(0.0, label="b"), strict=False)
+    scaled = torch._make_per_tensor_quantized_tensor(torch.tensor([1, 2], dtype=torch.int8), 0.5, 0)
+    with pytest.raises(
+        st.CheckpointError, match=r"rank 1 holds a tensor of several parts that the first rank does not"
+    ):
+        st.save({"w": torch.ones(2), **({"q": scaled} if rank else {})}, directory / "parts")
+    st.save({"w": torch.ones(2), "q": scaled} if rank == 0 else {"w": torch.ones(2)}, directory / "first")
+
+
+def test_what_the_first_rank_does_not_hold_is_known_to_the_load_or_refused(tmp_path):
+    run_ranks(2, keep_own, tmp_path)
+
+
 def keep_rows(what: str, directory: Path) -> None:
     from torchao.quantization import Float8Tensor, PerRow
 

@@ -285,12 +285,30 @@ def test_what_lies_in_a_part_of_several_chunks_comes_back_as_a_list():
             assert isinstance(parts[0], list)
             return cls(parts[0], context)
 
+        def layout(self, value):
+            return [((4,), [(0,), (2,)]), None]
+
     cls = fresh_class(Scaled)
     st.register_leaf_type(cls, ListType())
     first, second = torch.arange(4.0).split(2)
     copied = st.offload({"x": cls([first, second], 2)})["x"]
     assert [part.tolist() for part in copied.values] == [[0, 1], [2, 3]]
     assert copied.values[0].untyped_storage().data_ptr() == copied.values[1].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("has_layout", [True, False])
+@pytest.mark.parametrize("verb", [st.gather, st.digest, st.audit, lambda tree: st.delta(tree, tree)])
+def test_a_list_of_tensors_that_are_no_chunks_is_refused(verb, has_layout):
+    class ListType(ScaledType):
+        def unpack(self, value):
+            return [value.values, torch.ones(1)], value.scale
+
+    if has_layout:
+        ListType.layout = lambda self, value: [None, ((1,), (0,))]
+    cls = fresh_class(Scaled)
+    st.register_leaf_type(cls, ListType())
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x is unpacked into a list of tensors in the place of"):
+        verb({"x": cls([torch.ones(2), torch.ones(3)], 2)})
 
 
 def registered_with(**functions):
