@@ -10,7 +10,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.files.page import tree_fragments
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
-from statetree.leaves.builtin import is_distributed, is_plain
+from statetree.leaves.builtin import is_distributed, is_plain, materialized
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.html_fragments import cell
 
@@ -159,7 +159,9 @@ def whole_tensors(tree: Any, *, by_all_ranks: bool = False) -> Any:
             what = "is a view that repeats its elements: expected memory of its own. Leave it out."
             msg = f"save: the leaf at {path or '<root>'} {what}"
             raise UnsupportedLeaf(msg, path)
-        if not isinstance(leaf, StoredTensor) or (by_all_ranks and leaf.is_made):
+        if not isinstance(leaf, StoredTensor):
+            return materialized(leaf)
+        if by_all_ranks and leaf.is_made:
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = leaf.tensor()

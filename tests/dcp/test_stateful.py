@@ -272,3 +272,27 @@ def test_an_object_gets_tensors_that_are_made_of_several_as_such(tmp_path):
         assert_trees_equal(other.state, saved.state)
         with pytest.raises(statetree.TreeMismatch, match=r"structure differs at held\.w"):
             checkpointer.restore({"held": Holding(), "x": torch.zeros(2)})
+
+
+class Queue:
+    """An object whose state is whatever it was given."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"a": []}, {"a": {}}, {"a": {}, "b": ()}, {"a": {"b": []}}, {"a": [], "n": 1}])
+@pytest.mark.parametrize("fresh", [{}, {"n": 0}])
+def test_empty_containers_come_into_a_fresh_object(state, fresh, tmp_path):
+    if fresh and "n" not in state:
+        state = {**state, "n": 2}
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"queue": Queue(state)})
+        restored = saved.restore({"queue": Queue(fresh)})
+    assert restored["queue"].state == state

@@ -248,6 +248,14 @@ def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_ord
         assert st.load(path, like, in_place=in_place, cast=True)["w"].inner.tolist() == [3.0, 3.0]
     with pytest.raises(st.TreeMismatch, match="leaf type differs at w"):
         st.load(path, {"w": Wrapping(like["w"].inner, {"a": 1, "b": 3})}, cast=True)
+    kinds = [
+        {"w": Wrapping(torch.ones(2, dtype=dtype), [dtype, torch.int8])} for dtype in (torch.float32, torch.bfloat16)
+    ]
+    with warnings.catch_warnings(action="ignore"):
+        st.save(kinds[0], tmp_path / "kinds")
+    assert st.load(tmp_path / "kinds", kinds[1], cast=True)["w"].inner.dtype == torch.bfloat16
+    with pytest.raises(st.TreeMismatch, match="leaf type differs at w"):
+        st.load(tmp_path / "kinds", {"w": Wrapping(torch.ones(2), [torch.float32, torch.uint8])}, cast=True)
 
 
 def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that(tmp_path):

@@ -1,0 +1,143 @@
+"""What the local tensor of a DTensor may be made of: wrappers of wrappers, results that are waited for, or an error."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import statetree as st
+from statetree.testing import run_ranks
+
+NUMBERS = torch.arange(20.0).view(5, 4)
+VERBS = {
+    "gather": st.gather,
+    "digest": st.digest,
+    "audit": st.audit,
+    "delta": lambda tree: st.delta(tree, st.offload(tree)),
+    "reshard": lambda tree: st.reshard(tree, tree),
+    "reshard in place": lambda tree: st.reshard(tree, tree, in_place=True),
+    "partition_replicas": st.partition_replicas,
+    "broadcast": st.broadcast,
+}
+
+
+def quantized(numbers, scale=0.5):
+    return torch._make_per_tensor_quantized_tensor(numbers.to(torch.int8), scale, 3)
+
+
+def per_channel(numbers):
+    scales, zeros = torch.full((len(numbers),), 0.5), torch.zeros(len(numbers), dtype=torch.int64)
+    return torch._make_per_channel_quantized_tensor(numbers.to(torch.int8), scales, zeros, 0)
+
+
+SPECIAL = {
+    "quantized": quantized,
+    "per channel": per_channel,
+    "coo": lambda numbers: numbers.to_sparse(),
+    "csr": lambda numbers: numbers.to_sparse_csr(),
+}
+
+
+def refuse_special(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    spec = distribute_tensor(NUMBERS, mesh, [Shard(0)])
+    for name, make in SPECIAL.items():
+        local = make(spec._local_tensor)
+        inside = TwoTensor(local, local.clone()) if name in ("quantized", "per channel") else local
+        for held in (local, inside, TwoTensor(inside, inside) if inside is not local else local):
+            tree = {"w": DTensor(held, spec._spec, requires_grad=False)}
+            for verb in VERBS.values():
+                with pytest.raises(
+                    st.UnsupportedLeaf, match=r"the leaf at w.* (is distributed, and what this rank holds|cannot)"
+                ):
+                    verb(tree)
+            with pytest.raises(st.StateTreeError, match="at w"):
+                st.save(tree, directory / "refused")
+            if "quantized" in name:
+                assert st.similarity(st.offload(tree), tree)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_strided_is_refused_with_its_path(world_size, tmp_path):
+    run_ranks(world_size, refuse_special, tmp_path)
+
+
+def nested(make):
+    return {"w": TwoTensor(TwoTensor(make(0), make(1)), TwoTensor(make(2), make(3)))}
+
+
+def nested_in_dtensor(mesh):
+    whole = nested(lambda number: NUMBERS + 100 * number)["w"]
+    spec = distribute_tensor(NUMBERS, mesh, [Shard(0)])._spec
+    local = nested(lambda number: distribute_tensor(NUMBERS + 100 * number, mesh, [Shard(0)])._local_tensor.clone())[
+        "w"
+    ]
+    assert whole.shape == NUMBERS.shape
+    return {"w": DTensor(local, spec, requires_grad=False)}
+
+
+def move_nested(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    spread = nested(lambda number: distribute_tensor(NUMBERS + 100 * number, mesh, [Shard(number % 2)]))
+    whole = nested(lambda number: NUMBERS + 100 * number)
+    forms = {"spread": spread, "whole": whole, "within": nested_in_dtensor(mesh)}
+    for name, tree in forms.items():
+        assert st.similarity(st.gather(tree), whole), name
+        assert st.digest(tree) == st.digest(whole), name
+        with warnings.catch_warnings(action="ignore"):  # it takes a template
+            st.save(tree, directory / name)
+        for other, like in forms.items():
+            made = st.reshard(tree, st.allocate_like(like))
+            assert st.digest(made) == st.digest(whole), (name, other)
+            assert st.similarity(made, like), (name, other)
+            loaded = st.load(directory / name, st.allocate_like(like))
+            assert st.similarity(loaded, like), (name, other)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wrappers_of_wrappers_are_divided_alike_wherever_they_lie(world_size, tmp_path):
+    run_ranks(world_size, move_nested, tmp_path)
+
+
+def wait_for_parts(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = dist.group.WORLD
+
+    def reduced():
+        result = all_reduce(NUMBERS / dist.get_world_size(), "sum", group)
+        assert isinstance(result, AsyncCollectiveTensor)
+        return result
+
+    spec = DTensor.from_local(NUMBERS, mesh, [Shard(1)], run_check=False)._spec
+    for number, wrap in enumerate(
+        (
+            lambda part: {"w": TwoTensor(part(), part())},
+            lambda part: {"w": DTensor(TwoTensor(part(), part()), spec, requires_grad=False)},
+        )
+    ):
+        plain = wrap(NUMBERS.clone)
+        assert st.similarity(wrap(reduced), plain)
+        assert st.digest(wrap(reduced)) == st.digest(plain)
+        assert not st.delta(wrap(reduced), plain)
+        assert not st.delta(plain, wrap(reduced))
+        assert st.similarity(st.gather(wrap(reduced)), st.gather(plain))
+        path = directory / f"saved{number}"
+        with warnings.catch_warnings(action="ignore"):
+            st.save(wrap(reduced), path)
+        assert st.similarity(st.load(path, wrap(lambda: NUMBERS * 0)), plain)
+        assert st.similarity(st.load(path, wrap(reduced)), plain)
+    if dist.get_rank() == 0:
+        st.save({"w": reduced()} if dist.get_world_size() == 1 else {"w": NUMBERS}, directory / "plain.pt")
+        assert st.similarity(st.load(directory / "plain.pt"), {"w": NUMBERS})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_results_of_collectives_inside_are_waited_for(world_size, tmp_path):
+    run_ranks(world_size, wait_for_parts, tmp_path)
