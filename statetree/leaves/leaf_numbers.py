@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import io
 import pickle
+import re
 import struct
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
@@ -82,10 +84,10 @@ def value_number(value: Any) -> int:
 
 
 class _SetsByValue(TakeApart):
-    """Knows sets of plain values by these, in whatever order Python keeps them. It cannot be put together again."""
+    """Knows sets of plain values, and arrays, by these, however they are kept. It cannot be put together again."""
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
-        if type(obj) in _SETS and _is_known_by_value(obj):
+        if (type(obj) in _SETS and _is_known_by_value(obj)) or is_array(obj):
             return self._keep((_SetsByValue, value_text(obj)), obj)
         return super().persistent_id(obj)
 
@@ -111,8 +113,8 @@ def value_text(value: Any) -> str:
     if isinstance(value, complex):
         return f"{name} {struct.pack('<2d', value.real, value.imag).hex()}"
     if isinstance(value, enum.Enum):
-        return f"{name} {value.name}"
-    if isinstance(value, (str, bytes, bytearray)):
+        return f"{name} {value.name or value.value}"  # a flag may have no name
+    if cls in (str, bytes, bytearray):
         return f"{name} {value!r}"
     if isinstance(value, type):
         return f"class {value.__module__}.{value.__qualname__}"
@@ -122,23 +124,31 @@ def value_text(value: Any) -> str:
         return f"{name} {{{', '.join(sorted(map(value_text, value)))}}}"
     if isinstance(value, dict):
         return f"{name} {{{', '.join(f'{value_text(key)}: {value_text(held)}' for key, held in value.items())}}}"
+    if isinstance(value, re.Pattern):  # of a long one, it prints the beginning
+        return f"{name} {value.pattern!r} {value.flags}"
     if isinstance(value, Rest):
         buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
         return f"{name} {_hex([value.skeleton])} {value_text(value.kept)} {buffers}"
     if isinstance(value, torch.Tensor):
-        return f"{name} {value.dtype} {value.detach().cpu().tolist()}"
+        return f"{name} {value_number(value)}"
+    if is_array(value):
+        elements = value_text(value.tolist()) if value.dtype.hasobject else _hex([value.tobytes()])
+        return f"{name} {value.dtype.str} {value.shape} {elements}"
     if is_dataclass(value):
         held = {field.name: getattr(value, field.name, None) for field in fields(value) if field.compare}
         return f"{name} {value_text(held)}"
-    text = exactly(value)
-    told = ADDRESS.sub("", text)
-    return f"{name} {_content_text(value, told) if told != text or is_array(value) else told}"
+    # What a mesh or a placement is, it prints; what pickle makes of it may be another thing on every rank.
+    is_opaque = leaf_type_of(cls) is OPAQUE and not cls.__module__.startswith("torch.distributed")
+    found = _content_text(value) if is_opaque else None
+    return f"{name} {found or ADDRESS.sub('', exactly(value))}"
 
 
-def _content_text(value: Any, told: str) -> str:
-    """Render an object that does not print all that it holds by that; if it is passed by identity, as it prints."""
-    try:
-        tensors, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
-    except StateTreeError:
-        return told
-    return told if any(kept is value for kept in rest.kept) else f"{value_text(rest)} {value_text(tensors)}"
+def _content_text(value: Any) -> str | None:
+    """Render an object by all that it holds; ``None`` if it cannot be taken apart."""
+    for as_values in (True, False):  # what is shared inside or equal alike, unless there are cycles
+        pickler = _SetsByValue(io.BytesIO(), leaf_type_of)
+        pickler.fast = as_values
+        with suppress(StateTreeError):
+            tensors, rest = OPAQUE.taken_apart(value, pickler)
+            return f"{value_text(rest)} {value_text(tensors)}"
+    return None

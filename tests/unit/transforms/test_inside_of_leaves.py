@@ -2,9 +2,12 @@
 
 import dataclasses
 import enum
+import functools
 import os
+import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -159,6 +162,13 @@ SCALES = {
     "a long array": (numpy.zeros(3000), numpy.r_[numpy.zeros(1500), 1.0, numpy.zeros(1499)]),
     "an object": (Told(a=1, b=sized), Told(a=2, b=sized)),
     "an object with a tensor": (Told(a=torch.ones(2)), Told(a=torch.zeros(2))),
+    "a long list of an object": (Told(a=numpy.zeros(2000)), Told(a=numpy.r_[numpy.zeros(1000), 1.0, numpy.zeros(999)])),
+    "a namespace": (types.SimpleNamespace(a=numpy.zeros(2000)), types.SimpleNamespace(a=numpy.ones(2000))),
+    "a pattern": (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
+    "a flag": (re.RegexFlag(1 << 20), re.RegexFlag(1 << 21)),
+    "a partial function": (functools.partial(sized, 1), functools.partial(sized, 2)),
+    "a quantized tensor": (Told(a=scaled(0.5)), Told(a=scaled(1.0))),
+    "an empty tensor": (Told(a=torch.zeros(0, 3)), Told(a=torch.zeros(0, 5))),
     "an attribute that cannot be pickled": (Made((x for x in ()), 1.0), Made((x for x in ()), 2.0)),
 }
 
@@ -171,6 +181,23 @@ def test_metadata_that_print_alike_differ(kind, tmp_path):
     assert st.delta(new, base)
     if "pickled" not in kind:
         saved_as(tmp_path / "saved", new, base, {"w": Wrapping(torch.zeros(2), SCALES[kind][0])}, compare=False)
+
+
+def test_what_is_equal_in_metadata_is_so_however_it_is_kept():
+    shared = (1, 2)
+    array = numpy.arange(6.0).reshape(2, 3)
+    pairs = [
+        (Told(a=shared, b=shared), Told(a=(1, int("2")), b=(int("1"), 2))),
+        (Told(a=array), Told(a=numpy.asfortranarray(array))),
+        (Made(array), Made(array[::-1][::-1])),
+        (Made({"x", "y", "z"}), Made({"z", "y", "x"})),
+    ]
+    for one, other in pairs:
+        first, second = ({"w": Wrapping(torch.ones(2), scale)} for scale in (one, other))
+        assert st.digest(first) == st.digest(second)
+    cycle = Told(a=1)
+    cycle.held["self"] = cycle
+    assert st.digest({"w": Wrapping(torch.ones(2), cycle)}) != st.digest({"w": Wrapping(torch.ones(2), Told(a=1))})
 
 
 def test_what_is_not_compared_of_metadata_does_not_count(tmp_path):
@@ -260,7 +287,7 @@ def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_ord
 
 def test_a_wrapper_of_a_sparse_tensor_is_not_loaded_as_that(tmp_path):
     path, tree = tmp_path / "saved", {"w": Wrapping(Wrapping(PAIRS["shape"][0]))}
-    with pytest.warns(UserWarning, match=r"w\.inner: a tensor of several parts"):
+    with pytest.warns(UserWarning, match=r"w\.inner: a leaf Wrapping"):
         st.save(tree, path)
     with pytest.raises(st.StateTreeError, match="like="):
         st.load(path)
