@@ -212,7 +212,7 @@ class PieceSource:
             done = 0
             for block in place.blocks(begin, len(own)):
                 both = block, own[done : done + len(block)]
-                if not same_bytes(*(torch.frombuffer(bytes_, dtype=torch.uint8) for bytes_ in both)):
+                if not same_bytes(*[torch.frombuffer(bytes_, dtype=torch.uint8) for bytes_ in both]):
                     return False
                 done += len(block)
             begin += done

@@ -200,18 +200,22 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, dtypes: bool) -> Iterator[t
     yield from found
 
 
-def facts_inside(leaf: Any) -> Iterator[Mapping[str, Any] | None]:
-    """Yield the facts of what a leaf is made of, all the way down; ``None`` for tensors that are nothing but a view."""
+# Lists: an interrupt inside a generator that is let go of before its end would be lost.
+
+
+def facts_inside(leaf: Any) -> list[Mapping[str, Any] | None]:
+    """Return the facts of what a leaf is made of, all the way down; ``None`` for tensors that are but a view."""
+    found: list[Mapping[str, Any] | None] = []
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or leaf_type.native or leaf_type.deferred or not leaf_type.has_elements:
-        return
+        return found
     if leaf_type.local_tensor is not None and _is_view(getattr(leaf, leaf_type.local_tensor)):  # as nearly always
-        return
+        return found
     for part in leaf_type.contents(leaf)[0]:
         for held in map(materialized, part if isinstance(part, (list, tuple)) else [part]):
             is_all = held is leaf or _is_view(held)
-            yield None if is_all else _facts_here(held)
-            yield from () if is_all else facts_inside(held)
+            found += [None] if is_all else [_facts_here(held), *facts_inside(held)]
+    return found
 
 
 def _is_view(tensor: Any) -> bool:
@@ -220,12 +224,12 @@ def _is_view(tensor: Any) -> bool:
     return is_native and special_layout(tensor) is None
 
 
-def inner_differences(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where ``facts_inside`` of two leaves differ. That one has more of them, is seen by the parts."""
+def inner_differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """Return where ``facts_inside`` of two leaves differ. That one has more of them, is seen by the parts."""
     plain = {"leaf type": "Tensor"}
-    for left, right in zip(facts_inside(a), facts_inside(b), strict=False):
-        if left is not None or right is not None:
-            yield from fact_differences(left or plain, right or plain)
+    pairs = zip(facts_inside(a), facts_inside(b), strict=False)
+    both = [pair for pair in pairs if pair != (None, None)]
+    return [row for left, right in both for row in fact_differences(left or plain, right or plain)]
 
 
 def is_made_of_views(recipe: Recipe) -> bool:

@@ -128,7 +128,7 @@ def _differences(row: _Counterparts) -> list[Difference]:
         try:
             held = leaf if is_stored(leaf) else materialized(leaf)
             base = held if base is None else base
-            known, inside = facts(held).items(), list(inner_differences(base, held))
+            known, inside = facts(held).items(), inner_differences(base, held)
         except Exception as error:
             raise located_error("combine", "take apart", error, lambda: [row.path], [leaf], 0) from error
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}

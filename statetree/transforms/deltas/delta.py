@@ -268,7 +268,7 @@ def _have_alike_parts(a: StateParts, new: int, b: StateParts, old: int) -> bool:
         return True
     if new not in a.parts_of or old not in b.parts_of or _differing_facts(a, new, b, old):
         return False
-    if any(inner_differences(a.leaves[new], b.leaves[old])):
+    if inner_differences(a.leaves[new], b.leaves[old]):
         return False
     x, y = ([side.tensors[name].piece for name in side.parts_of[leaf]] for side, leaf in ((a, new), (b, old)))
     known = [[(each.dtype, each.shape, each.is_meta) for each in pieces] for pieces in (x, y)]
