@@ -137,7 +137,9 @@ class _Holdings(NamedTuple):
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
     pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
-    inseparable: set[str]  # keys of tensors that are of use together only, so that one rank has to write them all
+    #: For keys of tensors that are of use together only what names the leaf: one rank has to write all of its.
+    inseparable: dict[str, str]
+    packed: set[str]  # which of these only the structure of the first rank says how to put together
     dcp_paths: dict[str, tuple[str | int, ...]]
     #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
     assumed: dict[str, tuple[int, ...]]
@@ -157,7 +159,7 @@ class StateSave:
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = _Holdings({}, {}, set(), {}, {}, {})
+        self._told = _Holdings({}, {}, {}, set(), {}, {}, {})
         self._structure: Structure | None = None  # on the first rank
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
@@ -180,15 +182,20 @@ class StateSave:
         sums = assumed_sums([entry.value for entry in entries])
         self._told.assumed.update({entries[index].key: found for index, found in sums.items()})
         self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
+        owners = {tuple(path): f"{path} (its parts)" for path in texts}
         saved = []
         for path, key, value, dcp_path in entries:
             content = content_of("save", value, path, ranks)
             keys: tuple[str, ...] = (key,)
             if content.sort == PARTS_ENTRY:
                 keys = tuple([free_key(f"{key}.<part {number}>", taken) for number in range(len(content.tensors))])
-                self._told.inseparable.update(keys)
+                self._told.inseparable.update(dict.fromkeys(keys, key))
+                self._told.packed.update(keys)
             if content.sort == VALUE_ENTRY:
                 self._add_value(key, value, path, dcp_path)
+            leaf = next((owners[path[:n]] for n in range(len(path)) if path[:n] in owners), None) if owners else None
+            if leaf is not None and not any(isinstance(tensor, LocalChunks) for tensor in content.tensors):
+                self._told.inseparable.update(dict.fromkeys(keys, leaf))
             for name, tensor in zip(keys, content.tensors, strict=False):
                 self._add_tensor(name, tensor, dcp_path if name == key else (name,))
             context = ""
@@ -297,7 +304,7 @@ def _check_alike(told: Sequence[_Holdings]) -> None:
             if known.setdefault(keys, text) != text:
                 path = Path(list(map(shown_key, keys)))
                 raise _unlike(f"leaves at {path or '<root>'}", f", got {known[keys]} and {text}")
-        if unknown := sorted(one.inseparable - told[0].inseparable):
+        if unknown := sorted(one.packed - told[0].packed):
             raise CheckpointError(
                 f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
                 "expected one that both hold, since the first rank says how it is put together. Save what it is made "
@@ -315,7 +322,8 @@ def _unlike(what: str, got: str = "") -> CheckpointError:
 def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
     """Return what each rank writes of what all hold, and the entries of the whole.
 
-    What several hold is written by the one that has least to write; values and what is inseparable, by the first.
+    What several hold is written by the one that has least to write: all that is inseparable, by the same one. Values,
+    and what is put together with a value, are written by the first.
     """
     holders: dict[Index, list[int]] = {}
     for rank, described in enumerate(told):
@@ -328,8 +336,10 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
     writers: dict[str, int] = {}
     for index, ranks in holders.items():
         key, rank = index.key, min(ranks, key=load.__getitem__)
-        if index.start is None or key in told[ranks[0]].inseparable:
-            rank = writers.setdefault(key, ranks[0])
+        leaf = told[ranks[0]].inseparable.get(key)
+        if index.start is None or leaf is not None:
+            by_first = index.start is None or key in told[ranks[0]].packed
+            rank = writers.setdefault(leaf or key, ranks[0] if by_first else rank)
             if rank not in ranks:
                 continue
         shares[rank].append(index)

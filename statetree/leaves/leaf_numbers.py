@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import io
 import pickle
-import re
 import struct
-from contextlib import suppress
+from collections import OrderedDict
 from dataclasses import fields, is_dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import StateTreeError
 from statetree.key_paths import ADDRESS, exactly
 from statetree.leaves.builtin import OPAQUE, facts, leaf_type_of
 from statetree.leaves.pairing import facts_inside, is_made_of_views, paired_parts
@@ -84,10 +84,10 @@ def value_number(value: Any) -> int:
 
 
 class _SetsByValue(TakeApart):
-    """Knows sets of plain values, and arrays, by these, however they are kept. It cannot be put together again."""
+    """Knows sets of plain values by these, in whatever order Python keeps them. It cannot be put together again."""
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
-        if (type(obj) in _SETS and _is_known_by_value(obj)) or is_array(obj):
+        if type(obj) in _SETS and _is_known_by_value(obj):
             return self._keep((_SetsByValue, value_text(obj)), obj)
         return super().persistent_id(obj)
 
@@ -104,8 +104,11 @@ def _as_texts(known: Mapping[str, Any]) -> dict[str, str]:
     return {name: value_text(fact) for name, fact in known.items() if name != "memory"}
 
 
-def value_text(value: Any) -> str:
-    """Render a plain value so that another value has another text (``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``)."""
+def value_text(value: Any, above: tuple[int, ...] = ()) -> str:
+    """Render a plain value so that another value has another text (``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``).
+
+    ``above`` are the ids of what it is in: a cycle is rendered as the way back.
+    """
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, float):
@@ -118,37 +121,44 @@ def value_text(value: Any) -> str:
         return f"{name} {value!r}"
     if isinstance(value, type):
         return f"class {value.__module__}.{value.__qualname__}"
-    if isinstance(value, (tuple, list)):
-        return f"{name} [{', '.join(map(value_text, value))}]"
-    if isinstance(value, (set, frozenset)):
-        return f"{name} {{{', '.join(sorted(map(value_text, value)))}}}"
-    if isinstance(value, dict):
-        return f"{name} {{{', '.join(f'{value_text(key)}: {value_text(held)}' for key, held in value.items())}}}"
-    if isinstance(value, re.Pattern):  # of a long one, it prints the beginning
-        return f"{name} {value.pattern!r} {value.flags}"
-    if isinstance(value, Rest):
-        buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
-        return f"{name} {_hex([value.skeleton])} {value_text(value.kept)} {buffers}"
     if isinstance(value, torch.Tensor):
         return f"{name} {value_number(value)}"
+    if id(value) in above:
+        return f"{name} {len(above) - above.index(id(value))} above"
+    text = partial(value_text, above=(*above, id(value)))
+    if isinstance(value, (tuple, list)):
+        return f"{name} [{', '.join(map(text, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{name} {{{', '.join(sorted(map(text, value)))}}}"
+    if isinstance(value, dict):
+        rows = [f"{text(key)}: {text(held)}" for key, held in value.items()]
+        return f"{name} {{{', '.join(rows if isinstance(value, OrderedDict) else sorted(rows))}}}"
+    if isinstance(value, Rest):
+        buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
+        return f"{name} {_hex([value.skeleton])} {text(value.kept)} {buffers}"
     if is_array(value):
-        elements = value_text(value.tolist()) if value.dtype.hasobject else _hex([value.tobytes()])
+        elements = text(value.tolist()) if value.dtype.hasobject else _hex([value.tobytes()])
         return f"{name} {value.dtype.str} {value.shape} {elements}"
     if is_dataclass(value):
-        held = {field.name: getattr(value, field.name, None) for field in fields(value) if field.compare}
-        return f"{name} {value_text(held)}"
-    # What a mesh or a placement is, it prints; what pickle makes of it may be another thing on every rank.
+        return f"{name} {text({each.name: getattr(value, each.name, None) for each in fields(value) if each.compare})}"
+    if name == "torch.distributed.device_mesh.DeviceMesh":  # it prints its shape
+        return f"{name} {value.device_type} {value.mesh.tolist()} {value.mesh_dim_names}"
+    held = _made_of(value)
+    return f"{name} {ADDRESS.sub('', exactly(value)) if held is None else text(held)}"
+
+
+def _made_of(value: Any) -> Any:
+    """Return what pickle would make an object of that may not print all that it is; ``None`` if nothing is known."""
+    cls = type(value)
+    # What a placement is, it prints. What pickle makes of other objects of torch.distributed is each rank's own.
     is_opaque = leaf_type_of(cls) is OPAQUE and not cls.__module__.startswith("torch.distributed")
-    found = _content_text(value) if is_opaque else None
-    return f"{name} {found or ADDRESS.sub('', exactly(value))}"
-
-
-def _content_text(value: Any) -> str | None:
-    """Render an object by all that it holds; ``None`` if it cannot be taken apart."""
-    for as_values in (True, False):  # what is shared inside or equal alike, unless there are cycles
-        pickler = _SetsByValue(io.BytesIO(), leaf_type_of)
-        pickler.fast = as_values
-        with suppress(StateTreeError):
-            tensors, rest = OPAQUE.taken_apart(value, pickler)
-            return f"{value_text(rest)} {value_text(tensors)}"
-    return None
+    if not is_opaque and cls not in copyreg.dispatch_table:
+        return None
+    try:
+        reduced: Any = copyreg.dispatch_table[cls](value) if cls in copyreg.dispatch_table else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return reduced
+        made, arguments, *rest = reduced
+        return [made, arguments, *[list(each) if hasattr(each, "__next__") else each for each in rest]]
+    except Exception:  # noqa: BLE001 - a user's own, or what cannot be pickled
+        return None

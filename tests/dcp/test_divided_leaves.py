@@ -1,5 +1,6 @@
 """Checkpoints of leaves that are made of several distributed tensors, restored on another number of ranks."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,22 @@ def keep_own(directory: Path) -> None:
     ):
         st.save({"w": torch.ones(2), **({"q": scaled} if rank else {})}, directory / "parts")
     st.save({"w": torch.ones(2), "q": scaled} if rank == 0 else {"w": torch.ones(2)}, directory / "first")
+
+
+def keep_one(directory: Path) -> None:
+    rank = dist.get_rank()
+    mine = [torch.full((size,), float(rank)) for size in (3, 3, 700)]
+    state = {f"w{number}": TwoTensor(part, part.clone()) for number, part in enumerate(mine)}
+    with warnings.catch_warnings(action="ignore"):
+        st.save(state, directory / "one")
+    loaded = st.load(directory / "one", state)
+    writers = [(leaf.a.unique().tolist(), leaf.b.unique().tolist()) for leaf in loaded.values()]
+    assert all(one == other for one, other in writers)
+    assert {one[0] for one, _ in writers} == {0.0, 1.0}  # they share the work
+
+
+def test_a_wrapper_that_ranks_hold_differently_is_that_of_one_of_them(tmp_path):
+    run_ranks(2, keep_one, tmp_path)
 
 
 def test_what_the_first_rank_does_not_hold_is_known_to_the_load_or_refused(tmp_path):

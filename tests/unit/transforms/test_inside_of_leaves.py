@@ -131,6 +131,12 @@ def test_what_lies_inside_is_compared_where_dtypes_are_converted(kind):
     assert known(base) == before
 
 
+def linear(weight):
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, weight)
+    return module
+
+
 def sized(number):
     return number.size
 
@@ -167,6 +173,8 @@ SCALES = {
     "a pattern": (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
     "a flag": (re.RegexFlag(1 << 20), re.RegexFlag(1 << 21)),
     "a partial function": (functools.partial(sized, 1), functools.partial(sized, 2)),
+    "a bound method": (Told(a=Told(a=1).__eq__), Told(a=Told(a=2).__eq__)),
+    "a module": (Told(a=linear(0.0)), Told(a=linear(1.0))),
     "a quantized tensor": (Told(a=scaled(0.5)), Told(a=scaled(1.0))),
     "an empty tensor": (Told(a=torch.zeros(0, 3)), Told(a=torch.zeros(0, 5))),
     "an attribute that cannot be pickled": (Made((x for x in ()), 1.0), Made((x for x in ()), 2.0)),
@@ -191,6 +199,8 @@ def test_what_is_equal_in_metadata_is_so_however_it_is_kept():
         (Told(a=array), Told(a=numpy.asfortranarray(array))),
         (Made(array), Made(array[::-1][::-1])),
         (Made({"x", "y", "z"}), Made({"z", "y", "x"})),
+        (Told(a=1, b=2), Told(b=2, a=1)),
+        (Told(a={"x": 1, "y": 2}), Told(a={"y": 2, "x": 1})),
     ]
     for one, other in pairs:
         first, second = ({"w": Wrapping(torch.ones(2), scale)} for scale in (one, other))
@@ -209,9 +219,12 @@ def test_what_is_not_compared_of_metadata_does_not_count(tmp_path):
 
 def test_sets_in_metadata_are_the_same_in_every_process():
     script = (
-        "import torch, statetree as st; from tests.unit.transforms.test_inside_of_leaves import Made, Wrapping; "
-        "words = {'alpha', 'beta', 'gamma', 'delta'}; "
-        "print(st.digest({'w': Wrapping(torch.ones(2), Made(words)), 'v': Wrapping(torch.ones(2), [words])}))"
+        "import torch, types, statetree as st; from collections import deque; "
+        "from tests.unit.transforms.test_inside_of_leaves import Made, Wrapping; "
+        "words = {'alpha', 'beta', 'gamma', 'delta', torch.int8}; "
+        "kept = types.SimpleNamespace(a=words, b=deque([words])); "
+        "print(st.digest({'w': Wrapping(torch.ones(2), Made(words)), 'v': Wrapping(torch.ones(2), [words]), "
+        "'k': Wrapping(torch.ones(2), kept)}))"
     )
     found = set()
     for seed in "123":
