@@ -138,7 +138,7 @@ def value_text(value: Any, above: tuple[int, ...] = ()) -> str:
         return f"{name} {_hex([value.skeleton])} {text(value.kept)} {buffers}"
     if is_array(value):
         elements = text(value.tolist()) if value.dtype.hasobject else _hex([value.tobytes()])
-        return f"{name} {value.dtype.str} {value.shape} {elements}"
+        return f"{name} {value.dtype} {value.shape} {elements}"
     if is_dataclass(value):
         return f"{name} {text({each.name: getattr(value, each.name, None) for each in fields(value) if each.compare})}"
     if name == "torch.distributed.device_mesh.DeviceMesh":  # it prints its shape
