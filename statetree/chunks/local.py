@@ -66,7 +66,7 @@ def location_of(piece: torch.Tensor) -> Hashable:
     """Return what is equal for tensors that are the same view on the same memory.
 
     Raises:
-        UnsupportedLeaf: If the tensor is none, but one of torch's own layouts that are made of several.
+        UnsupportedLeaf: If the tensor is quantized, sparse or nested.
     """
     if piece.is_quantized or piece.layout is not torch.strided or piece.is_nested:
         kind = "nested" if piece.is_nested else piece.dtype if piece.is_quantized else piece.layout

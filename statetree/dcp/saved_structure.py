@@ -14,7 +14,7 @@ import torch
 
 from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.files.key_texts import UnknownKey, is_readable, key_of, key_text, shown_key
+from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
@@ -218,7 +218,7 @@ def _as_texts(keys: Sequence[str]) -> list[str]:
     """Return distinct texts for the keys of a container of an unknown class, as ``Entries.find`` looks for them."""
     taken: dict[Any, None] = {}
     for text in keys:
-        key = key_of(text) if text[0] != "@" and is_readable(text) else text[1:]
+        key = text[1:] if text[0] == "@" else shown_key(text)
         while key in taken:
             key = f"{key}~"
         taken[key] = None

@@ -137,8 +137,8 @@ class _Holdings(NamedTuple):
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
     pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
-    #: For keys of tensors that are of use together only what names the leaf: one rank has to write all of its.
-    inseparable: dict[str, str]
+    #: The leaf that a tensor is a part of, by the tensor's key, where one rank has to write all of its parts.
+    inseparable: dict[str, tuple[str, ...]]
     packed: set[str]  # which of these only the structure of the first rank says how to put together
     dcp_paths: dict[str, tuple[str | int, ...]]
     #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
@@ -182,18 +182,17 @@ class StateSave:
         sums = assumed_sums([entry.value for entry in entries])
         self._told.assumed.update({entries[index].key: found for index, found in sums.items()})
         self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
-        owners = {tuple(path): f"{path} (its parts)" for path in texts}
         saved = []
         for path, key, value, dcp_path in entries:
             content = content_of("save", value, path, ranks)
             keys: tuple[str, ...] = (key,)
             if content.sort == PARTS_ENTRY:
                 keys = tuple([free_key(f"{key}.<part {number}>", taken) for number in range(len(content.tensors))])
-                self._told.inseparable.update(dict.fromkeys(keys, key))
+                self._told.inseparable.update(dict.fromkeys(keys, (key_text(key),)))
                 self._told.packed.update(keys)
             if content.sort == VALUE_ENTRY:
                 self._add_value(key, value, path, dcp_path)
-            leaf = next((owners[path[:n]] for n in range(len(path)) if path[:n] in owners), None) if owners else None
+            leaf = self._leaf_above(path) if texts else None
             if leaf is not None and not any(isinstance(tensor, LocalChunks) for tensor in content.tensors):
                 self._told.inseparable.update(dict.fromkeys(keys, leaf))
             for name, tensor in zip(keys, content.tensors, strict=False):
@@ -208,6 +207,11 @@ class StateSave:
             self._add_value(STRUCTURE_KEY, self._structure.to_text(), Path(), (STRUCTURE_KEY,))
             self.unmade += _unmade(spec, self._structure)
         return self._told
+
+    def _leaf_above(self, path: Path) -> tuple[str, ...] | None:
+        """Return the leaf that an entry is a part of, if it is one of several tensors."""
+        keys = (*map(key_text, path),)
+        return next((keys[:count] for count in range(len(keys)) if keys[:count] in self._told.divided), None)
 
     def _add_value(
         self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...], cls: type | None = None
@@ -295,21 +299,33 @@ class StateSave:
 
 def _check_alike(told: Sequence[_Holdings]) -> None:
     """Raise ``CheckpointError`` if ranks differ in what they must hold alike of leaves made of several tensors."""
-    known: dict[Any, Any] = {}
+    known: dict[str, tuple[int, ...]] = {}
+    texts: dict[tuple[str, ...], str] = {}
+    parts: dict[tuple[str, ...], set[str]] = {}
     for rank, one in enumerate(told):
         for key, sums in one.assumed.items():
             if known.setdefault(key, sums) != sums:
                 raise _unlike(f"elements of {key!r}")
         for keys, text in one.divided.items():
-            if known.setdefault(keys, text) != text:
-                path = Path(list(map(shown_key, keys)))
-                raise _unlike(f"leaves at {path or '<root>'}", f", got {known[keys]} and {text}")
+            if texts.setdefault(keys, text) != text:
+                raise _unlike(f"leaves at {_named(keys)}", f", got {texts[keys]} and {text}")
+        own: dict[tuple[str, ...], set[str]] = {}
+        for key, keys in one.inseparable.items():
+            own.setdefault(keys, set()).add(key)
+        for keys, found in own.items():
+            if parts.setdefault(keys, found) != found:
+                got = f", got {sorted(parts[keys])} and {sorted(found)}"
+                raise _unlike(f"parts of the leaf at {_named(keys)}", got)
         if unknown := sorted(one.packed - told[0].packed):
             raise CheckpointError(
                 f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
                 "expected one that both hold, since the first rank says how it is put together. Save what it is made "
                 "of, or have the first rank hold it, too."
             )
+
+
+def _named(keys: Sequence[str]) -> str:
+    return str(Path(list(map(shown_key, keys)))) or "<root>"
 
 
 def _unlike(what: str, got: str = "") -> CheckpointError:
@@ -333,13 +349,13 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
     load = [0] * len(told)
     outlines: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {}
-    writers: dict[str, int] = {}
+    writers: dict[str | tuple[str, ...], int] = {}
+    packed = {one.inseparable[key] for one in told for key in one.packed}
     for index, ranks in holders.items():
         key, rank = index.key, min(ranks, key=load.__getitem__)
         leaf = told[ranks[0]].inseparable.get(key)
         if index.start is None or leaf is not None:
-            by_first = index.start is None or key in told[ranks[0]].packed
-            rank = writers.setdefault(leaf or key, ranks[0] if by_first else rank)
+            rank = writers.setdefault(leaf or key, ranks[0] if leaf is None or leaf in packed else rank)
             if rank not in ranks:
                 continue
         shares[rank].append(index)

@@ -328,13 +328,11 @@ def _divided_otherwise(
 
 def _differ_in_dtypes(found: Difference) -> bool:
     """Whether texts of leaves differ in nothing but the leaves' own dtypes, wherever these stand."""
-    left, right = map(_without_own_dtypes, (found.left, found.right))
-    return left == right
-
-
-def _without_own_dtypes(text: str) -> str:
-    own = set(re.findall(r"\bdtype torch\.dtype (torch\.\w+)", text))
-    return re.sub(r"torch\.dtype (torch\.\w+)", lambda found: "" if found[1] in own else found[0], text)
+    sides = found.left, found.right
+    left, right = (re.findall(r"torch\.dtype (torch\.\w+)", text) for text in sides)
+    ours, theirs = (set(re.findall(r"\bdtype torch\.dtype (torch\.\w+)", text)) for text in sides)
+    rest, other = (re.sub(r"torch\.dtype torch\.\w+", "torch.dtype", text) for text in sides)
+    return rest == other and all(a == b or (a in ours and b in theirs) for a, b in zip(left, right, strict=True))
 
 
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:

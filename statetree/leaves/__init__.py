@@ -6,7 +6,7 @@ bottom:
 - ``copying``: what ``copy_into`` is made of; ``replicas``: a tree taken apart into plain tensors, for ``offload``,
   ``allocate_like`` and other transforms on spans.
 - ``casting``: which dtypes are converted, and which values are too large for that.
-- ``leaf_numbers``: numbers for values, and for tensors with their elements.
+- ``value_texts``, ``leaf_numbers``: texts for plain values; numbers for values, and for tensors with their elements.
 - ``recasting``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``lowering``: a tree down to the parts of its leaves; ``divided``: what stands for those that have several, and how

@@ -20,9 +20,9 @@ from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
-from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
+from statetree.leaves.value_texts import value_text
 from statetree.spans.bits import as_plain
 from statetree.spans.sums import ALL, whole_sums
 
@@ -72,7 +72,7 @@ def lower(
             chosen = partner is not None or (wanted is not None and wanted(leaf))
             if is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
-                divided[index], recipes[paths[index]] = _divide(leaf, wanted if partner is None else is_divisible)
+                divided[index], recipes[paths[index]] = _divide(leaf, wanted, partner)
     except TreeMismatch:
         raise
     except Exception as error:
@@ -136,8 +136,13 @@ def is_divisible(leaf: Any) -> bool:
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
 
-def _divide(leaf: Any, wanted: Callable[[Any], bool] | None = None) -> tuple[DividedLeaf, Recipe]:
-    """Divide a leaf, and of what it is made what is ``wanted``; of the local tensor of a ``DTensor``, everything."""
+def _divide(
+    leaf: Any, wanted: Callable[[Any], bool] | None = None, partner: Recipe | None = None
+) -> tuple[DividedLeaf, Recipe]:
+    """Divide a leaf, and of what it is made what is ``wanted``, or divided in its partner in another tree.
+
+    Of the local tensor of a ``DTensor``, everything is divided.
+    """
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     contents = leaf_type.contents(leaf)
@@ -145,7 +150,7 @@ def _divide(leaf: Any, wanted: Callable[[Any], bool] | None = None) -> tuple[Div
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf, inner)
         parts = [row or (_whole_part(part) if any(rows) else part) for part, row in zip(inner, rows, strict=True)]
-        return _assembled(leaf, leaf_type, contents, parts, wanted=wanted)
+        return _assembled(leaf, leaf_type, contents, parts, wanted=wanted, partner=partner)
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
@@ -168,6 +173,7 @@ def _assembled(
     whole: Any = None,
     *,
     wanted: Callable[[Any], bool] | None = None,
+    partner: Recipe | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf: ``given`` are its parts, or what they are divided into."""
     _, context, attributes = contents
@@ -175,9 +181,16 @@ def _assembled(
     inner: list[Recipe | None] = []
     flat: list[Any] = []
     names = leaf_type.part_names(context, len(given))
-    for name, part in zip(names, given, strict=True):
-        is_divided = is_several(part) or (wanted is not None and wanted(part) and is_divisible(part))
-        inside, recipe = part if type(part) is tuple else _divide(part, wanted) if is_divided else (part, None)
+    if partner is not None and partner.leaf_type.local_tensor is not None:
+        partner = partner.inner[0]  # of its local tensor
+    partners = [None] * len(given) if partner is None or len(partner.inner) != len(given) else partner.inner
+    for name, part, other in zip(names, given, partners, strict=True):
+        chosen = other is not None or (wanted is not None and wanted(part))
+        if type(part) is tuple:
+            inside, recipe = part
+        else:
+            is_divided = is_several(part) or (chosen and is_divisible(part))
+            inside, recipe = _divide(part, wanted, other) if is_divided else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
@@ -243,10 +256,14 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
             return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
             return {key: without_shape(value[key]) for key in sorted(value, key=repr)}
-        return "its device" if isinstance(value, torch.device) else value
+        return value
 
     facts = leaf_type.describe(leaf).items()
-    told = [f"{name} {value_text(without_shape(fact))}" for name, fact in facts if name not in ("shape", "class")]
+    told = [
+        f"{name} {value_text(without_shape(fact), devices=False)}"
+        for name, fact in facts
+        if name not in ("shape", "class")
+    ]
     return f"{type(leaf).__qualname__} {', '.join(told)}".replace("builtins.", "").rstrip()
 
 

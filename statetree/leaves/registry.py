@@ -91,7 +91,7 @@ class RegisteredType(EngineLeafType):
         self.distributed = getattr(type(given), "layout", LeafType.layout) is not LeafType.layout
 
     def contents(self, value: Any) -> LeafContents:
-        """Do as ``unpack``."""
+        """Do as ``unpack``. A list, which only chunks may be in, is refused where there is no layout."""
         found = super().contents(value)
         if not self.distributed:
             _refuse_lists(found[0])

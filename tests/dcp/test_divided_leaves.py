@@ -185,6 +185,73 @@ def keep_own(directory: Path) -> None:
     st.save({"w": torch.ones(2), "q": scaled} if rank == 0 else {"w": torch.ones(2)}, directory / "first")
 
 
+class Several(torch.Tensor):
+    """A tensor of some others, by their names."""
+
+    @staticmethod
+    def __new__(cls, **inner):
+        first = inner["a"]
+        made = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype)
+        made.inner = inner
+        return made
+
+    def __getattr__(self, name):
+        return self.inner[name]
+
+    def __tensor_flatten__(self):
+        return [*self.inner], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, metadata, outer_size, outer_stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(**args[0].inner)
+        raise NotImplementedError(str(func))
+
+
+def keep_together(directory: Path) -> None:
+    rank = dist.get_rank()
+    numbers, scale = ([2, 2, 2], 0.5) if rank == 0 else ([8, 8, 8], 0.125)  # 1.0 on both
+    inner = torch._make_per_tensor_quantized_tensor(torch.tensor(numbers, dtype=torch.int8), scale, 0)
+    state = {"large": torch.zeros(700), "w": Several(a=torch.full((3,), float(rank)), q=inner)}
+    with warnings.catch_warnings(action="ignore"):
+        st.save(state, directory / "packed")
+    if rank == 0:  # which says how it is put together
+        like = {"large": torch.ones(700), "w": Several(a=torch.ones(3), q=inner.clone())}
+        loaded = st.load(directory / "packed", like)["w"]
+        assert loaded.q.dequantize().tolist() == [1.0, 1.0, 1.0]
+        assert loaded.a.tolist() == [0.0, 0.0, 0.0]
+    more = {"z": torch.ones(3)} if rank else {}
+    with pytest.raises(
+        st.CheckpointError,
+        match=r"different parts of the leaf at w\.0: .*got \['w\.0\.a'\] and \['w\.0\.a', 'w\.0\.z'\]",
+    ):
+        st.save({"w": [Several(a=torch.ones(3), **more)]}, directory / "parts")
+
+
+def test_what_is_put_together_with_a_value_is_written_with_it(tmp_path):
+    run_ranks(2, keep_together, tmp_path)
+
+
+class Odd(list):
+    """A key that cannot be hashed."""
+
+
+def test_a_key_that_cannot_be_hashed_lies_beside_a_wrapper(tmp_path):
+    class Holder:
+        def __init__(self, held):
+            self.held = held
+
+    st.register_container(
+        Holder, lambda holder: ([holder.held], None, [Odd([1])]), lambda _, children: Holder(*children)
+    )
+    with warnings.catch_warnings(action="ignore"):
+        st.save({"h": Holder({"x": torch.ones(2)}), "w": Several(a=torch.ones(3))}, tmp_path / "saved")
+
+
 def keep_one(directory: Path) -> None:
     rank = dist.get_rank()
     mine = [torch.full((size,), float(rank)) for size in (3, 3, 700)]
