@@ -49,8 +49,9 @@ class LeafType:
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         """Return the tensors inside a value, and the context that ``pack`` needs beside them.
 
-        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain. By default a
-        value is refused: nobody else can tell which tensors make it up.
+        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain. (A list in the
+        place of one is for chunks, of which ``layout`` says where they begin.) By default a value is refused: nobody
+        else can tell which tensors make it up.
         """
         raise self._lacks("unpack", type(value).__qualname__)
 
