@@ -355,7 +355,8 @@ def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, St
         key, rank = index.key, min(ranks, key=load.__getitem__)
         leaf = told[ranks[0]].inseparable.get(key)
         if index.start is None or leaf is not None:
-            rank = writers.setdefault(leaf or key, ranks[0] if leaf is None or leaf in packed else rank)
+            named = key if leaf is None else leaf
+            rank = writers.setdefault(named, ranks[0] if leaf is None or leaf in packed else rank)
             if rank not in ranks:
                 continue
         shares[rank].append(index)

@@ -258,6 +258,9 @@ def keep_one(directory: Path) -> None:
     state = {f"w{number}": TwoTensor(part, part.clone()) for number, part in enumerate(mine)}
     with warnings.catch_warnings(action="ignore"):
         st.save(state, directory / "one")
+        st.save(TwoTensor(mine[0], mine[0].clone()), directory / "root")
+    root = st.load(directory / "root", TwoTensor(torch.ones(3), torch.ones(3)))
+    assert torch.equal(root.a, root.b)
     loaded = st.load(directory / "one", state)
     writers = [(leaf.a.unique().tolist(), leaf.b.unique().tolist()) for leaf in loaded.values()]
     assert all(one == other for one, other in writers)
