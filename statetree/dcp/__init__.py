@@ -3,7 +3,8 @@
 A state is flattened down to what DCP writes as one entry. Its structure is written beside these, as one more entry, so
 that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
 
-- ``saving``: a state written by all ranks. ``background``: ``async_save``, by a thread with a group of its own.
+- ``saving``: a state written by all ranks; ``save_plan``: which of them writes what.
+- ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
   ``step_writer``: one of them written; ``mirror``: the series in an object store.
   ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.

@@ -10,7 +10,7 @@ import pickle
 import uuid
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from statetree.chunks.boxes import Box, is_covered, whole_box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.chunks.local import LocalChunks
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.metadata import METADATA, StoredEntry
+from statetree.dcp.save_plan import Holdings, check_alike, planned
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
     PARTS_ENTRY,
@@ -41,10 +42,10 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown, warn, with_checks
+from statetree.errors import UnsupportedLeaf, check_now, shown, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
-from statetree.files.key_texts import key_text, shown_key
+from statetree.files.key_texts import key_text
 from statetree.files.publishing import sync
 from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
@@ -132,21 +133,6 @@ def write(
         warn(msg)
 
 
-class _Holdings(NamedTuple):
-    """What a rank has to save, as it tells the first one."""
-
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
-    pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
-    #: The leaf that a tensor is a part of, by the tensor's key, where one rank has to write all of its parts.
-    inseparable: dict[str, tuple[str, ...]]
-    packed: set[str]  # which of these only the structure of the first rank says how to put together
-    dcp_paths: dict[str, tuple[str | int, ...]]
-    #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
-    assumed: dict[str, tuple[int, ...]]
-    #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
-    divided: dict[tuple[str, ...], str]
-
-
 class StateSave:
     """One save, on one rank."""
 
@@ -159,7 +145,7 @@ class StateSave:
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = _Holdings({}, {}, {}, set(), {}, {}, {})
+        self._told = Holdings({}, {}, {}, set(), {}, {}, {})
         self._structure: Structure | None = None  # on the first rank
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
@@ -174,7 +160,7 @@ class StateSave:
         written = told_to_first(on_all(partial(self._write, share)), self._group)
         on_all(partial(self._finish, written))
 
-    def _describe(self) -> _Holdings:
+    def _describe(self) -> Holdings:
         """Take the state apart."""
         ranks = ranks_of("save", self._group)
         spec, entries, texts = entries_of(self._state(), verb="save")
@@ -243,12 +229,12 @@ class StateSave:
             self._told.pieces[index] = box
             self._held[index] = Piece(pieces, number, prod(box.sizes) * tensor.dtype.itemsize)
 
-    def _plan(self, told: list[_Holdings]) -> list[tuple[str, list[Index]]]:
+    def _plan(self, told: list[Holdings]) -> list[tuple[str, list[Index]]]:
         """On the first rank: tell each the save's id and which pieces it writes, and take old metadata away."""
         if not told:
             return []
-        _check_alike(told)
-        shares, self._entries = _planned(told)
+        check_alike(told)
+        shares, self._entries = planned(told)
         for described in reversed(told):  # the first rank's count
             self._dcp_paths.update(described.dcp_paths)
         others = {keys: text for one in told for keys, text in one.divided.items() if keys not in told[0].divided}
@@ -297,84 +283,6 @@ class StateSave:
         sync(self.directory)
 
 
-def _check_alike(told: Sequence[_Holdings]) -> None:
-    """Raise ``CheckpointError`` if ranks differ in what they must hold alike of leaves made of several tensors."""
-    known: dict[str, tuple[int, ...]] = {}
-    texts: dict[tuple[str, ...], str] = {}
-    parts: dict[tuple[str, ...], set[str]] = {}
-    for rank, one in enumerate(told):
-        for key, sums in one.assumed.items():
-            if known.setdefault(key, sums) != sums:
-                raise _unlike(f"elements of {key!r}")
-        for keys, text in one.divided.items():
-            if texts.setdefault(keys, text) != text:
-                raise _unlike(f"leaves at {_named(keys)}", f", got {texts[keys]} and {text}")
-        own: dict[tuple[str, ...], set[str]] = {}
-        for key, keys in one.inseparable.items():
-            own.setdefault(keys, set()).add(key)
-        for keys, found in own.items():
-            if parts.setdefault(keys, found) != found:
-                got = f", got {sorted(parts[keys])} and {sorted(found)}"
-                raise _unlike(f"parts of the leaf at {_named(keys)}", got)
-        if unknown := sorted(one.packed - told[0].packed):
-            raise CheckpointError(
-                f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
-                "expected one that both hold, since the first rank says how it is put together. Save what it is made "
-                "of, or have the first rank hold it, too."
-            )
-
-
-def _named(keys: Sequence[str]) -> str:
-    return str(Path(list(map(shown_key, keys)))) or "<root>"
-
-
-def _unlike(what: str, got: str = "") -> CheckpointError:
-    return CheckpointError(
-        f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and whatever "
-        f"else is not cut with a tensor that is made of several{got}."
-    )
-
-
-def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
-    """Return what each rank writes of what all hold, and the entries of the whole.
-
-    What several hold is written by the one that has least to write: all that is inseparable, by the same one. Values,
-    and what is put together with a value, are written by the first.
-    """
-    holders: dict[Index, list[int]] = {}
-    for rank, described in enumerate(told):
-        for index in described.pieces:
-            holders.setdefault(index, []).append(rank)
-    shares: list[list[Index]] = [[] for _ in told]
-    load = [0] * len(told)
-    outlines: dict[str, Any] = {}
-    boxes: dict[str, list[Box]] = {}
-    writers: dict[str | tuple[str, ...], int] = {}
-    packed = {one.inseparable[key] for one in told for key in one.packed}
-    for index, ranks in holders.items():
-        key, rank = index.key, min(ranks, key=load.__getitem__)
-        leaf = told[ranks[0]].inseparable.get(key)
-        if index.start is None or leaf is not None:
-            named = key if leaf is None else leaf
-            rank = writers.setdefault(named, ranks[0] if leaf is None or leaf in packed else rank)
-            if rank not in ranks:
-                continue
-        shares[rank].append(index)
-        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
-        if outlines.setdefault(key, outline) != outline:
-            _refuse_disagreement(key)
-        box = told[rank].pieces[index]
-        if box is not None:
-            load[rank] += box.volume * outline[0].itemsize or 1
-            boxes.setdefault(key, []).append(box)
-    for key, found in boxes.items() if len(told) > 1 else ():
-        whole = whole_box(outlines[key][1])
-        if sum(box.volume for box in found) != whole.volume or not is_covered(whole, found):
-            _refuse_disagreement(key)
-    entries = {key: StoredEntry(dtype, shape, (*boxes.get(key, ()),)) for key, (dtype, shape) in outlines.items()}
-    return shares, entries
-
-
 def _for_dcp(entry: StoredEntry) -> Any:
     """Return an entry as DCP's metadata have it."""
     if entry.dtype is None:
@@ -389,13 +297,6 @@ def _for_manifest(entry: StoredEntry) -> Any:
         return None
     boxes = [] if entry.boxes[0].sizes == entry.shape else [(box.start, box.sizes) for box in entry.boxes]
     return str(entry.dtype), entry.shape, *boxes
-
-
-def _refuse_disagreement(key: str) -> NoReturn:
-    raise CheckpointError(
-        f"save: the ranks hold pieces of {key!r} that make up no tensor: expected one dtype and shape, and each "
-        "element once. Pass the process_group of all ranks that hold it."
-    )
 
 
 def _write_whole(path: pathlib.Path, data: bytes) -> None:

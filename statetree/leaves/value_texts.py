@@ -11,7 +11,6 @@ import enum
 import struct
 from collections import OrderedDict
 from dataclasses import fields, is_dataclass
-from functools import cached_property
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
@@ -140,7 +139,8 @@ def _pickled_as(value: Any) -> Any:
         made, arguments, *rest = reduced
         rest = [list(each) if hasattr(each, "__next__") else each for each in rest]
         if rest and isinstance(rest[0], dict):  # but for what was computed of it, and kept
-            rest[0] = {k: v for k, v in rest[0].items() if not isinstance(getattr(cls, str(k), None), cached_property)}
+            kept = {key for key in rest[0] if type(getattr(cls, str(key), None)).__name__ == "cached_property"}
+            rest[0] = {key: held for key, held in rest[0].items() if key not in kept}
     except Exception:  # noqa: BLE001 - a user's own, or what cannot be pickled
         return None
     return [made, arguments, *rest]

@@ -1,0 +1,118 @@
+"""Which rank writes what of a state that all ranks hold a part of, from what each tells the first one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from statetree.chunks.boxes import Box, is_covered, whole_box
+from statetree.dcp.metadata import StoredEntry
+from statetree.errors import CheckpointError
+from statetree.files.key_texts import shown_key
+from statetree.key_paths import Path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from statetree.dcp.file_manifest import Index
+
+
+class Holdings(NamedTuple):
+    """What a rank has to save, as it tells the first one."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
+    pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
+    #: The leaf that a tensor is a part of, by the tensor's key, where one rank has to write all of its parts.
+    inseparable: dict[str, tuple[str, ...]]
+    packed: set[str]  # which of these only the structure of the first rank says how to put together
+    dcp_paths: dict[str, tuple[str | int, ...]]
+    #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
+    assumed: dict[str, tuple[int, ...]]
+    #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
+    divided: dict[tuple[str, ...], str]
+
+
+def check_alike(told: Sequence[Holdings]) -> None:
+    """Raise ``CheckpointError`` if ranks differ in what they must hold alike of leaves made of several tensors."""
+    known: dict[str, tuple[int, ...]] = {}
+    texts: dict[tuple[str, ...], str] = {}
+    parts: dict[tuple[str, ...], set[str]] = {}
+    for rank, one in enumerate(told):
+        for key, sums in one.assumed.items():
+            if known.setdefault(key, sums) != sums:
+                raise _unlike(f"elements of {key!r}")
+        for keys, text in one.divided.items():
+            if texts.setdefault(keys, text) != text:
+                raise _unlike(f"leaves at {_named(keys)}", f", got {texts[keys]} and {text}")
+        own: dict[tuple[str, ...], set[str]] = {}
+        for key, keys in one.inseparable.items():
+            own.setdefault(keys, set()).add(key)
+        for keys, found in own.items():
+            if parts.setdefault(keys, found) != found:
+                got = f", got {sorted(parts[keys])} and {sorted(found)}"
+                raise _unlike(f"parts of the leaf at {_named(keys)}", got)
+        if unknown := sorted(one.packed - told[0].packed):
+            raise CheckpointError(
+                f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
+                "expected one that both hold, since the first rank says how it is put together. Save what it is made "
+                "of, or have the first rank hold it, too."
+            )
+
+
+def _named(keys: Sequence[str]) -> str:
+    return str(Path(list(map(shown_key, keys)))) or "<root>"
+
+
+def _unlike(what: str, got: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and whatever "
+        f"else is not cut with a tensor that is made of several{got}."
+    )
+
+
+def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
+    """Return what each rank writes of what all hold, and the entries of the whole.
+
+    What several hold is written by the one that has least to write: all that is inseparable, by the same one. Values,
+    and what is put together with a value, are written by the first.
+    """
+    holders: dict[Index, list[int]] = {}
+    for rank, described in enumerate(told):
+        for index in described.pieces:
+            holders.setdefault(index, []).append(rank)
+    shares: list[list[Index]] = [[] for _ in told]
+    load = [0] * len(told)
+    outlines: dict[str, Any] = {}
+    boxes: dict[str, list[Box]] = {}
+    writers: dict[str | tuple[str, ...], int] = {}
+    packed = {one.inseparable[key] for one in told for key in one.packed}
+    for index, ranks in holders.items():
+        key, rank = index.key, min(ranks, key=load.__getitem__)
+        leaf = told[ranks[0]].inseparable.get(key)
+        if index.start is None or leaf is not None:
+            named = key if leaf is None else leaf
+            rank = writers.setdefault(named, ranks[0] if leaf is None or leaf in packed else rank)
+            if rank not in ranks:
+                continue
+        shares[rank].append(index)
+        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
+        if outlines.setdefault(key, outline) != outline:
+            _refuse_disagreement(key)
+        box = told[rank].pieces[index]
+        if box is not None:
+            load[rank] += box.volume * outline[0].itemsize or 1
+            boxes.setdefault(key, []).append(box)
+    for key, found in boxes.items() if len(told) > 1 else ():
+        whole = whole_box(outlines[key][1])
+        if sum(box.volume for box in found) != whole.volume or not is_covered(whole, found):
+            _refuse_disagreement(key)
+    entries = {key: StoredEntry(dtype, shape, (*boxes.get(key, ()),)) for key, (dtype, shape) in outlines.items()}
+    return shares, entries
+
+
+def _refuse_disagreement(key: str) -> NoReturn:
+    raise CheckpointError(
+        f"save: the ranks hold pieces of {key!r} that make up no tensor: expected one dtype and shape, and each "
+        "element once. Pass the process_group of all ranks that hold it."
+    )
