@@ -36,7 +36,7 @@ _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
 _DEEPEST: Final = 120
 
 
-def hex_of(pieces: Iterable[bytes]) -> str:
+def _hex(pieces: Iterable[bytes]) -> str:
     """Return a number for some bytes, in 32 digits."""
     state = blake2b(digest_size=16)
     for piece in pieces:
@@ -103,23 +103,20 @@ class _Texts:
             rows = [f"{self.of(key)}: {self.of(held)}" for key, held in value.items()]
             return f"{{{', '.join(rows if isinstance(value, OrderedDict) else sorted(rows))}}}"
         if isinstance(value, Rest):
-            buffers = [hex_of(buffer.pieces()) for buffer in value.buffers]
-            return f"{hex_of([value.skeleton])} {self.of(value.kept)} {buffers}"
+            buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
+            return f"{_hex([value.skeleton])} {self.of(value.kept)} {buffers}"
         if is_array(value):
             known = value.dtype.hasobject or value.dtype.names is not None
-            return f"{value.dtype} {value.shape} {self.of(value.tolist()) if known else hex_of([value.tobytes()])}"
+            return f"{value.dtype} {value.shape} {self.of(value.tolist()) if known else _hex([value.tobytes()])}"
         if is_dataclass(value):
             return self.of({each.name: getattr(value, each.name, None) for each in fields(value) if each.compare})
         known = self._known.get(id(value))
         if known is None:
             made = _pickled_as(value)
-            told = ADDRESS.sub("", exactly(value)) if made is None else _short(self.of(made))
+            text = ADDRESS.sub("", exactly(value)) if made is None else self.of(made)
+            told = text if made is None else _hex([text.encode("utf-8", "surrogatepass")])
             known = self._known[id(value)] = value, told
         return known[1]
-
-
-def _short(text: str) -> str:
-    return hex_of([text.encode("utf-8", "surrogatepass")])
 
 
 def _pickled_as(value: Any) -> Any:

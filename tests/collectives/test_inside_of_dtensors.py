@@ -74,13 +74,9 @@ def nested(make):
 
 
 def nested_in_dtensor(mesh):
-    whole = nested(lambda number: NUMBERS + 100 * number)["w"]
     spec = distribute_tensor(NUMBERS, mesh, [Shard(0)])._spec
-    local = nested(lambda number: distribute_tensor(NUMBERS + 100 * number, mesh, [Shard(0)])._local_tensor.clone())[
-        "w"
-    ]
-    assert whole.shape == NUMBERS.shape
-    return {"w": DTensor(local, spec, requires_grad=False)}
+    local = nested(lambda number: distribute_tensor(NUMBERS + 100 * number, mesh, [Shard(0)])._local_tensor.clone())
+    return {"w": DTensor(local["w"], spec, requires_grad=False)}
 
 
 class Mixed(TwoTensor):
@@ -103,7 +99,7 @@ class Mixed(TwoTensor):
         return f"Mixed({self.a}, {self.b})"
 
 
-def move_mixed(directory: Path) -> None:
+def move_mixed() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def spread(number):
@@ -127,8 +123,8 @@ def move_mixed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_wrappers_are_divided_as_their_partners_are(world_size, tmp_path):
-    run_ranks(world_size, move_mixed, tmp_path)
+def test_wrappers_are_divided_as_their_partners_are(world_size):
+    run_ranks(world_size, move_mixed)
 
 
 def move_nested(directory: Path) -> None:

@@ -166,8 +166,8 @@ class Labelled(torch.Tensor):
 def keep_own(directory: Path) -> None:
     rank = dist.get_rank()
 
-    def state(value, *, label="a", key=(1, "own")):
-        own = {"stages": {key: Labelled(torch.full((3,), value), label)}} if rank else {}
+    def state(value, *, label="a"):
+        own = {"stages": {(1, "own"): Labelled(torch.full((3,), value), label)}} if rank else {}
         return {"w": torch.full((2,), value), **own}
 
     st.save(state(5.0), directory / "own")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import statetree as st
+from statetree.leaves.value_texts import value_text
 from statetree.testing import run_ranks
 
 
@@ -213,7 +214,7 @@ class Kept(Told):
         return len(self.held)
 
 
-def test_what_was_computed_of_metadata_does_not_count(tmp_path):
+def test_what_was_computed_of_metadata_does_not_count():
     used = Kept(a=1)
     assert used.size == 1
     assert told(used) == told(Kept(a=1)) != told(Kept(a=2))
@@ -221,6 +222,12 @@ def test_what_was_computed_of_metadata_does_not_count(tmp_path):
     before = told(Made(operator))
     assert operator(torch.ones(1), torch.ones(1)).item() == 1
     assert told(Made(operator)) == before != told(Made(torch.ops.aten.add.Tensor))
+
+
+def test_devices_in_metadata_count_only_if_they_are_to():
+    first, second = (Told(a=[torch.device("cuda", number)]) for number in (0, 1))
+    assert value_text(first, devices=False) == value_text(second, devices=False)
+    assert value_text(first) != value_text(second)
 
 
 def test_metadata_may_lead_back_to_themselves_and_to_the_tensor():
@@ -248,7 +255,7 @@ def test_metadata_that_share_much_or_are_deep_take_no_longer():
     assert told(chain) == told(chain) != told(Told(a=1))
 
 
-def test_what_is_not_compared_of_metadata_does_not_count(tmp_path):
+def test_what_is_not_compared_of_metadata_does_not_count():
     new, other = ({"w": Wrapping(torch.ones(2), Made(sized, 1.0, note))} for note in ("a", "b"))
     assert st.similarity(new, other)
     assert st.digest(new) == st.digest(other)
@@ -335,7 +342,10 @@ def test_wrappers_are_loaded_with_another_dtype_and_with_metadata_in_another_ord
     ]
     with warnings.catch_warnings(action="ignore"):
         st.save(kinds[0], tmp_path / "kinds")
+        st.save({"w": Wrapping(torch.ones(2), [torch.bfloat16])}, tmp_path / "others")
     assert st.load(tmp_path / "kinds", kinds[1], cast=True)["w"].inner.dtype == torch.bfloat16
+    same = {"w": Wrapping(torch.ones(2, dtype=torch.bfloat16), [torch.bfloat16])}
+    assert st.load(tmp_path / "others", same, cast=True)["w"].inner.dtype == torch.bfloat16
     with pytest.raises(st.TreeMismatch, match="leaf type differs at w"):
         st.load(tmp_path / "kinds", {"w": Wrapping(torch.ones(2), [torch.float32, torch.uint8])}, cast=True)
 
