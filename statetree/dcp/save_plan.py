@@ -27,10 +27,36 @@ class Holdings(NamedTuple):
     inseparable: dict[str, tuple[str, ...]]
     packed: set[str]  # which of these only the structure of the first rank says how to put together
     dcp_paths: dict[str, tuple[str | int, ...]]
+    #: What stands for each leaf in the checkpoint, by the texts of the keys of its path.
+    keys: dict[tuple[str, ...], str]
     #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
     assumed: dict[str, tuple[int, ...]]
     #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
     divided: dict[tuple[str, ...], str]
+
+
+def check_keys(told: Sequence[Holdings]) -> None:
+    """Raise ``CheckpointError`` if a key stands for two leaves, or two keys for one.
+
+    Each rank tells apart what reads the same in its own tree, and knows nothing of those of others.
+    """
+    leaves: dict[str, tuple[str, ...]] = {}
+    names: dict[tuple[str, ...], str] = {}
+    for rank, one in enumerate(told):
+        if rank and one.keys == told[0].keys:
+            continue
+        for keys, name in one.keys.items():
+            other, known = leaves.setdefault(name, keys), names.setdefault(keys, name)
+            if other != keys:
+                got = f"{list(map(shown_key, other))} and, on rank {rank}, {list(map(shown_key, keys))}"
+                raise _unlike_keys(f"leaves whose keys read {name!r}: expected one leaf, got {got}")
+            if known != name:
+                got = f"{known!r} and, on rank {rank}, {name!r}"
+                raise _unlike_keys(f"other leaves beside that at {_named(keys)}: expected one name for it, got {got}")
+
+
+def _unlike_keys(what: str) -> CheckpointError:
+    return CheckpointError(f"save: the ranks hold different {what}. Rename a key, so that no two read the same.")
 
 
 def check_alike(told: Sequence[Holdings]) -> None:

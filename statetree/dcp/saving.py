@@ -30,7 +30,7 @@ from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.metadata import METADATA, StoredEntry
-from statetree.dcp.save_plan import Holdings, check_alike, planned
+from statetree.dcp.save_plan import Holdings, check_alike, check_keys, planned
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
     PARTS_ENTRY,
@@ -145,7 +145,7 @@ class StateSave:
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = Holdings({}, {}, {}, set(), {}, {}, {})
+        self._told = Holdings({}, {}, {}, set(), {}, {}, {}, {})
         self._structure: Structure | None = None  # on the first rank
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
@@ -170,6 +170,8 @@ class StateSave:
         self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
         saved = []
         for path, key, value, dcp_path in entries:
+            steps = (*map(key_text, path),)
+            self._told.keys[steps] = key
             content = content_of("save", value, path, ranks)
             keys: tuple[str, ...] = (key,)
             if content.sort == PARTS_ENTRY:
@@ -178,7 +180,7 @@ class StateSave:
                 self._told.packed.update(keys)
             if content.sort == VALUE_ENTRY:
                 self._add_value(key, value, path, dcp_path)
-            leaf = self._leaf_above(path) if texts else None
+            leaf = self._leaf_above(steps) if texts else None
             if leaf is not None and not any(isinstance(tensor, LocalChunks) for tensor in content.tensors):
                 self._told.inseparable.update(dict.fromkeys(keys, leaf))
             for name, tensor in zip(keys, content.tensors, strict=False):
@@ -194,10 +196,9 @@ class StateSave:
             self.unmade += _unmade(spec, self._structure)
         return self._told
 
-    def _leaf_above(self, path: Path) -> tuple[str, ...] | None:
-        """Return the leaf that an entry is a part of, if it is one of several tensors."""
-        keys = (*map(key_text, path),)
-        return next((keys[:count] for count in range(len(keys)) if keys[:count] in self._told.divided), None)
+    def _leaf_above(self, steps: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the leaf that an entry is a part of, if it is one of several tensors, by the texts of its keys."""
+        return next((steps[:count] for count in range(len(steps)) if steps[:count] in self._told.divided), None)
 
     def _add_value(
         self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...], cls: type | None = None
@@ -233,6 +234,7 @@ class StateSave:
         """On the first rank: tell each the save's id and which pieces it writes, and take old metadata away."""
         if not told:
             return []
+        check_keys(told)
         check_alike(told)
         shares, self._entries = planned(told)
         for described in reversed(told):  # the first rank's count

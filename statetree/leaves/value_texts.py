@@ -122,7 +122,7 @@ class _Texts:
 def _pickled_as(value: Any) -> Any:
     """Return what pickle would make an object of; ``None`` if it prints what it is, or nothing else is known."""
     cls = type(value)
-    if isinstance(value, _FUNCTIONS) and not hasattr(getattr(value, "__self__", None), "__dict__"):
+    if isinstance(value, _FUNCTIONS) and getattr(value, "__self__", None) is None:
         return None
     # torch's own objects print what they are: pickle has caches of some, and what is each rank's own of others.
     is_known = leaf_type_of(cls) is not OPAQUE or cls.__module__.partition(".")[0] == "torch"

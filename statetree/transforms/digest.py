@@ -57,7 +57,8 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
     Two trees have the same number exactly if they are the same in these (but for a chance of 2⁻⁶⁴): ``0.0`` and
     ``-0.0`` differ, and so do ``1`` and ``1.0``. It does not depend on how tensors are laid out over ranks, on meshes,
     strides, devices or processes: ``digest(gather(tree))`` is ``digest(tree)``. Types and order of mappings, attributes
-    of tensors and ``requires_grad`` do not matter, nor whether a tensor is a parameter.
+    of tensors and ``requires_grad`` do not matter, nor whether a tensor is a parameter. Nor do lists of whole numbers,
+    one for each dim, among the metadata of wrapper subclasses: they may be sizes, of which each rank has its own.
 
     It detects accidental differences, and is no defence against forgers, who can make another tree with the same
     number.

@@ -299,3 +299,62 @@ def test_a_rank_may_hold_one_row_whose_shape_is_that_of_a_block(tmp_path):
     pytest.importorskip("torchao")
     for world_size, what in ((2, "save"), (1, "load"), (2, "load")):
         run_ranks(world_size, keep_rows, what, tmp_path)
+
+
+class Blocks(torch.Tensor):
+    """Codes, and a scale for each block of a size that a plain list says; ``sized`` makes of it the shape."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, block, sized):
+        shape = block if sized else codes.shape
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
+
+    def __init__(self, codes, scale, block, sized):
+        self.codes, self.scale, self.block, self.sized = codes, scale, block, sized
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.block, self.sized]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, metadata, _shape, _stride):
+        return cls(inner["codes"], inner["scale"], *metadata)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        if function in (torch.ops.aten.view.default, torch.ops.aten.detach.default):  # all that DTensor calls
+            given = arguments[0]
+            return type(given)(given.codes, given.scale, given.block, given.sized)
+        raise NotImplementedError(f"{function} of Blocks")
+
+
+class Named(Blocks):
+    """The same, whose metadata say by a name that they are the shape, which the class takes from elsewhere."""
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], {"orig_shape": self.block}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, metadata, _shape, _stride):
+        return cls(inner["codes"], inner["scale"], metadata["orig_shape"], sized=False)
+
+
+def gather_rows(rows: int) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    codes, scale = torch.arange(rows * 4, dtype=torch.int8).view(rows, 4), torch.arange(float(rows)).view(rows, 1)
+    step = -(-rows // 2)
+    own = [part[rank * step : (rank + 1) * step].clone() for part in (codes, scale)]
+    count = len(own[0])
+
+    def gathered(local):
+        shape, stride = torch.Size((rows, 4)), (4, 1)
+        return st.gather(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride))
+
+    assert gathered(Blocks(*own, [1, 4], sized=False)).block == [1, 4]  # of a row, also where a rank holds one
+    assert gathered(Blocks(*own, [count, 4], sized=True)).block == [rows, 4]
+    assert gathered(Named(*own, [count, 4], sized=False)).block == [rows, 4]
+    assert torch.equal(gathered(Blocks(*own, [1, 4], sized=False)).scale, scale)
+
+
+def test_a_block_of_one_row_is_not_taken_for_the_shape_of_a_rank_that_holds_one_row():
+    for rows in (2, 3, 4):
+        run_ranks(2, gather_rows, rows)

@@ -6,7 +6,7 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +51,7 @@ class WrapperType(EngineLeafType):
 
     def assemble(self, context: _Context, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         held, carried = attributes or ((), {})
-        fresh = context.rebuild(parts, held)
+        fresh = context.reshaped_as_given(parts, held)
         set_attributes(fresh, carried)
         return fresh
 
@@ -93,6 +93,7 @@ class _Context(NamedTuple):
     stride: tuple[int, ...]
     requires_grad: bool
     places: tuple[int, ...] = ()  # of tensors among the leaves of the metadata
+    doubtful: _Context | None = None  # where what may be the shape or something else is the shape
 
     def without_tensors(self) -> tuple[list[torch.Tensor], _Context]:
         """Return the tensors in the metadata, and a context that waits for others in their places."""
@@ -108,18 +109,37 @@ class _Context(NamedTuple):
 
     def reshaped(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Context:
         """Return a context in which whatever is the shape, also in the metadata, is another one."""
-        before = tuple(self.shape)
+        sure = self._renamed(shape, stride, every=False)
+        every = self._renamed(shape, stride, every=True)
+        return sure if same_value(sure.metadata, every.metadata) else sure._replace(doubtful=every)
 
-        def renamed(value: Any) -> Any:
+    def _renamed(self, shape: tuple[int, ...], stride: tuple[int, ...], *, every: bool) -> _Context:
+        before = tuple(self.shape)
+        # One row has the shape of a block of one row (scales by rows). The block stays as it is where rows are added.
+        is_sure = every or all(old != 1 or old == new for old, new in zip(before, shape, strict=True))
+
+        def renamed(value: Any, name: Any = "") -> Any:
             if isinstance(value, (list, tuple)) and tuple(value) == before and all(type(size) is int for size in value):
-                return torch.Size(shape) if isinstance(value, torch.Size) else type(value)(shape)
+                if isinstance(value, torch.Size):
+                    return torch.Size(shape)
+                return type(value)(shape) if is_sure or "shape" in str(name) else value
             if type(value) in (list, tuple):
                 return type(value)(map(renamed, value))
-            return {key: renamed(item) for key, item in value.items()} if type(value) is dict else value
+            return {key: renamed(item, key) for key, item in value.items()} if type(value) is dict else value
 
         metadata = renamed(self.metadata if self.frozen is None else self.frozen.thaw())
         frozen = None if self.frozen is None else freeze(metadata)
         return self._replace(metadata=metadata, frozen=frozen, shape=torch.Size(shape), stride=stride)
+
+    def reshaped_as_given(self, inner: Sequence[Any], held: Sequence[Any]) -> torch.Tensor:
+        """Return a tensor of inner tensors, whose shape shows whether what was doubtful is the shape."""
+        if self.doubtful is None:
+            return self.rebuild(inner, held)
+        with suppress(Exception):  # a class may check its metadata
+            fresh = self.rebuild(inner, held)
+            if fresh.shape == self.shape:
+                return fresh
+        return self.doubtful.rebuild(inner, held)
 
     def rebuild(self, inner: Sequence[Any], held: Sequence[Any]) -> torch.Tensor:
         """Return a tensor of inner tensors, and of those in the metadata (``held``)."""

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import statetree as st
 from statetree.testing import check_transform, state_trees
+from statetree.testing.elements import DTYPES
 from tests.judge import assert_trees_equal
 
 FLOATS = (torch.float32, torch.float64)
@@ -84,6 +85,19 @@ def test_check_transform_finds_what_rounds_numbers(kind, loss, shown):
 
     with pytest.raises(AssertionError, match=shown):
         check_transform(rounded, laws=["values"], examples=50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_check_transform_finds_what_loses_the_elements_of_one_dtype(dtype):
+    def emptied(tree):
+        copy = st.offload(tree)
+        for leaf in st.flatten(copy)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype and not leaf.is_meta:
+                leaf.untyped_storage().fill_(0)
+        return copy
+
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_transform(emptied, laws=["values"])
 
 
 @LOSSY

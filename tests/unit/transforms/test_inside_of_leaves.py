@@ -158,6 +158,7 @@ class Told:
 
 
 SCALES = {
+    "a method of a text": ("a".join, "b".join),
     "a field that is not shown": (Made("a", 1.0), Made("a", 2.0)),
     "beside a function": (Made(sized, 1.0), Made(sized, 2.0)),
     "a function": (Made(sized), Made(known)),
