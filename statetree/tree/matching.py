@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference
 from statetree.key_paths import Path, key_identity
-from statetree.tree.atoms import HOLE
+from statetree.tree.atoms import HOLE, same_value
 from statetree.tree.selection import selected_in
-from statetree.tree.spec import TreeSpec, described, node_difference, same_aux
+from statetree.tree.spec import TreeSpec, described, node_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -164,7 +164,7 @@ def _same_places(left: TreeSpec, right: TreeSpec) -> bool:
     if not _equal(len, *keys) or not _same_keys(*keys):
         return False
     compared = {kind for kind in set(kinds[0]) if kind.compares_aux}
-    return not compared or all(same_aux(*pair) for pair in zip(*both, strict=True) if pair[0][0] in compared)
+    return not compared or all(same_value(a[2], b[2]) for a, b in zip(*both, strict=True) if a[0] in compared)
 
 
 def _equal(fact: Callable[[Any], Any], left: Iterable[Any], right: Iterable[Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from statetree.errors import TreeMismatch
 from statetree.key_paths import Attr, Path
 from statetree.tree.atoms import HOLE
+from statetree.tree.renaming import located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,18 +64,9 @@ def _remaining(kind: Container, keys: list[Any]) -> tuple[Any, ...]:
 
 def _refuse(verb: str, spec: TreeSpec, node: int, key: Any) -> None:
     cls = spec.nodes[node][0].cls.__qualname__
-    path = _path_of(spec, node)
+    item = next(item for item in located(spec) if node in item.nodes)
+    path = Path(item.keys[: item.nodes.index(node)])
     raise TreeMismatch(
         f"{verb}: a {cls} cannot lack a child at {path.child(key)}: expected all or none of the leaves in "
         f"{str(path) or '<root>'}. Select all of them, or use partition, which keeps the structure."
     )
-
-
-def _path_of(spec: TreeSpec, node: int) -> Path:
-    found: list[Any] = []
-    for parent in range(node + 1, len(spec.nodes)):
-        refs = spec.links()[parent]
-        if ~node in refs:
-            found.append(spec.nodes[parent][1][list(refs).index(~node)])
-            node = parent
-    return Path(reversed(found))

@@ -297,7 +297,7 @@ def _same_node(a: Node, b: Node) -> bool:
         return False
     if a[1] is not b[1] and not all(map(same_key, a[1], b[1])):
         return False
-    return same_aux(a, b)
+    return same_value(a[2], b[2])
 
 
 def described(spec: TreeSpec, ref: int) -> str:
@@ -309,16 +309,11 @@ def described(spec: TreeSpec, ref: int) -> str:
     return f"{kind.cls.__qualname__} of {len(keys)}" if text is None else text(aux)
 
 
-def same_aux(a: Node, b: Node) -> bool:
-    """Whether the auxiliary data of two nodes is equal."""
-    return same_value(a[2], b[2])
-
-
 def node_difference(a: Node, b: Node) -> str | None:
     """Return the kind of difference between two containers that are matched, their keys apart, if there is one."""
     kind, other = a[0], b[0]
     if kind.family != other.family:
         return "structure"
-    if kind.compares_aux and not same_aux(a, b):
+    if kind.compares_aux and not same_value(a[2], b[2]):
         return "metadata"
     return None if kind.keyed or kind.num_items(a[1]) == other.num_items(b[1]) else "length"
