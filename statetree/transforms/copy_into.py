@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.declare import phase
 from statetree.leaves.copying import prepared_copy
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@quietly
 def copy_into(
     src: T,
     dst: T,
@@ -76,14 +77,10 @@ def copy_into(
         >>> bool(st.similarity(before, model.state_dict(), values=True))
         True
     """
-    options = {"cast": cast, "where": where, "strict": strict, "on_missing": on_missing}
-    return _copy_into(src, dst, options)
-
-
-@quietly
-def _copy_into(src: Any, dst: Any, options: dict[str, Any]) -> Any:
     with phase("copy_into.plan"):
-        result, write = prepared_copy("copy_into", src, dst, **options)
+        result, write = prepared_copy(
+            "copy_into", src, dst, cast=cast, where=where, strict=strict, on_missing=on_missing
+        )
     with phase("copy_into.move"):
         write()
     return result
