@@ -15,7 +15,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_itself, reads_of_written
-from statetree.spans.replicate import replicate_columns
+from statetree.spans.replicate import replicate_apart
 from statetree.spans.threads import copy_together
 from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, copy_all, plain_pair
 from statetree.tree.flatten import unflatten
@@ -311,12 +311,5 @@ def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Pat
 
 def copies_of(columns: Columns) -> list[torch.Tensor]:
     """Return independent copies of tensors, each on its own device."""
-    result: list[torch.Tensor] = list(columns.tensors)
-    reach = extents(columns)
-    for device in set(columns.devices):
-        chosen = [index for index, own in enumerate(columns.devices) if own == device]
-        part = Columns([columns.tensors[index] for index in chosen])
-        fresh = replicate_columns(part, [reach[index] for index in chosen], Memory(device), copy=True)
-        for index, tensor in zip(chosen, fresh, strict=True):
-            result[index] = tensor
-    return result
+    memories = {device: Memory(device) for device in set(columns.devices)}
+    return replicate_apart(columns, extents(columns), columns.devices, memories, copy=True)

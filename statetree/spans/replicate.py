@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from statetree.spans.threads import SERIAL_ELEMENTS, copy_together
 from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @quietly
@@ -73,7 +73,7 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
     if copy and memory.device.type != "meta" and not columns.on_cpu:
         meta = [device.type == "meta" for device in columns.devices]
         if any(meta):
-            return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
+            return replicate_apart(columns, reach, meta, {True: Memory("meta"), False: memory}, copy=copy)
     # The usual state has thousands of small tensors with storages of their own. For these, spans, buffers and views are
     # three objects too many: one call of `clone` over all of them does the same in a third of the time.
     if memory.is_plain_host and columns.own_storages:
@@ -81,7 +81,7 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
         if all(clonable):
             return _clones(columns) if copy else list(map(torch.empty_like, columns.tensors))
         if any(clonable):
-            return _by_part(columns, reach, clonable, memory, memory, copy=copy)
+            return replicate_apart(columns, reach, clonable, {True: memory, False: memory}, copy=copy)
     layout = lay_out(columns, reach)
     buffers = memory.carve([span.stop - span.start for span in layout.spans])
     views = make_views(columns, layout, buffers, memory.device)
@@ -141,19 +141,13 @@ def copy_bytes(sources: Columns, targets: Columns) -> None:
     copy_all(into, of)
 
 
-def _by_part(
-    columns: Columns,
-    reach: list[int],
-    mask: Sequence[bool],
-    where_true: Memory,
-    where_false: Memory,
-    *,
-    copy: bool,
+def replicate_apart(
+    columns: Columns, reach: list[int], kinds: Sequence[Any], memories: Mapping[Any, Memory], *, copy: bool
 ) -> list[torch.Tensor]:
-    """Replicate the tensors for which ``mask`` holds apart from the others, with which they share no storage."""
+    """Replicate tensors of each kind in its memory, apart from those of others, with which they share no storage."""
     result: list[torch.Tensor] = list(columns.tensors)
-    for wanted, memory in ((True, where_true), (False, where_false)):
-        chosen = [index for index, flag in enumerate(mask) if flag is wanted]
+    for kind, memory in memories.items():
+        chosen = [index for index, own in enumerate(kinds) if own == kind]
         part = Columns([columns.tensors[index] for index in chosen])
         fresh = replicate_columns(part, [reach[index] for index in chosen], memory, copy=copy)
         for index, tensor in zip(chosen, fresh, strict=True):
