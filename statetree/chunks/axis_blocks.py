@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
-from operator import mul
+from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -84,16 +84,20 @@ class AxisRegion(NamedTuple):
             found.append(tuple([(start, start + length) for start in starts.tolist()]))
         return tuple(found)
 
-    def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
-        """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""
-        return _boxes_within(self, box, tuple(sizes))
+    def parts_within(self, box: Box, sizes: Sequence[int]) -> list[tuple[Box, AxisRegion]]:
+        """Return the elements of the block that lie in a box of the tensor: boxes in its axes, and their places in it.
+
+        The places are those in a tensor that has this box alone.
+        """
+        return _parts_within(self, box, tuple(sizes))
 
 
 @lru_cache(maxsize=4096)
-def _boxes_within(region: AxisRegion, box: Box, sizes: tuple[int, ...]) -> list[Box]:
+def _parts_within(region: AxisRegion, box: Box, sizes: tuple[int, ...]) -> list[tuple[Box, AxisRegion]]:
     starts, stops = (torch.tensor([bounds], dtype=torch.int64) for bounds in box)
-    found = _blocks_within(region, sizes, starts, stops)
-    return [Box.between(list(map(tuple, cut.bounds[0].tolist()))) for cut in found if bool(cut.there)]
+    inside = region._replace(start=(*map(sub, region.start, box.start),))
+    cuts = [cut.bounds[0].tolist() for cut in _blocks_within(region, sizes, starts, stops) if bool(cut.there)]
+    return [(part, inside.moved(part.start)) for part in map(Box.between, cuts)]
 
 
 def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:

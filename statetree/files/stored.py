@@ -6,7 +6,7 @@ import platform
 from collections import Counter
 from importlib import import_module
 from itertools import chain
-from operator import mul, sub
+from operator import mul
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -265,9 +265,8 @@ class StoredTensor:
                 self._fill(target, piece, piece.offset)  # all of it, as it is
                 _look_again(piece.file)
                 continue
-            for box in region.boxes_within(piece.box, sizes):
-                part = region.moved(box.start)
-                offset = piece.offset + sum(map(mul, map(sub, part.start, piece.box.start), piece.stride))
+            for box, part in region.parts_within(piece.box, sizes):
+                offset = piece.offset + part.offset(piece.stride)
                 part_piece = piece._replace(stride=part.strides(piece.stride))
                 self._fill(target[(*map(slice, box.start, box.stop),)], part_piece, offset)
                 _look_again(piece.file)

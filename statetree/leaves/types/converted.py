@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 from itertools import product
-from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,9 +49,7 @@ class AxisPart(LeafPart):
         if 0 in sizes:
             own = own._replace(boxes=[], pieces=[])
         for held, piece in zip(own.boxes, own.pieces, strict=True):
-            for box in region.boxes_within(held, sizes):
-                inside = region.moved(box.start)
-                inside = inside._replace(start=(*map(sub, inside.start, held.start),))
+            for box, inside in region.parts_within(held, sizes):
                 self.boxes.append(box)
                 tensors.append(inside.view(piece.detach(), box.sizes))
         super().__init__(tensors, own.dtype, sizes)
@@ -205,9 +202,7 @@ def _piece(held: Sequence[_Held], box: Box) -> torch.Tensor:
     """Return the elements of a box, of those that are held."""
     blocks = []
     for region, sizes, tensor in held:
-        for part in region.boxes_within(box, sizes):
-            place = region.moved(part.start)
-            place = place._replace(start=(*map(sub, place.start, box.start),))
+        for part, place in region.parts_within(box, sizes):
             blocks.append((AxisBlock(part.sizes, AxisRegion.box(part.start), place), tensor))
     return assembled(box.sizes, blocks)
 

@@ -300,9 +300,7 @@ def _parts(blocks: Sequence[tuple[int, AxisBlock]], box: Box) -> dict[int, list[
     """Return what of some blocks lies in a box of their tensor, by where it comes from. The box begins at zero then."""
     found: dict[int, list[_Part]] = {}
     for place, block in blocks:
-        for part in block.target.boxes_within(box, block.sizes):
-            region = block.target.moved(part.start)
-            region = region._replace(start=(*map(sub, region.start, box.start),))
+        for part, region in block.target.parts_within(box, block.sizes):
             found.setdefault(place, []).append((block.source.moved(part.start), region, part.sizes))
     return found
 

@@ -31,12 +31,12 @@ def regions(draw):
 
 
 @given(regions(), hyp.data())
-def test_boxes_within_hold_what_lies_in_a_box_of_the_tensor(drawn, data):
+def test_parts_within_hold_what_lies_in_a_box_of_the_tensor(drawn, data):
     region, sizes, shape = drawn
     bounds = [sorted(data.draw(hyp.tuples(hyp.integers(0, size), hyp.integers(0, size)))) for size in shape]
     box = Box(*(tuple([bound[side] for bound in bounds]) for side in (0, 1)))
-    boxes = region.boxes_within(box, sizes)
-    got = [index for found in boxes for index in product(*map(range, found.start, found.stop))]
+    parts = region.parts_within(box, sizes)
+    got = [index for found, _ in parts for index in product(*map(range, found.start, found.stop))]
     inside = [
         index
         for index in product(*map(range, sizes))
@@ -46,7 +46,10 @@ def test_boxes_within_hold_what_lies_in_a_box_of_the_tensor(drawn, data):
     most = 1
     for dim in range(len(shape)):
         most *= max(1, 2 * region.dims.count(dim) - 1)
-    assert len(boxes) <= most
+    assert len(parts) <= most
+    for found, place in parts:
+        assert [*map(sum, zip(place.start, box.start, strict=True))] == [*region.at(found.start)]
+        assert (place.dims, place.steps) == (region.dims, region.steps)
 
 
 @given(regions(), hyp.data())
@@ -60,7 +63,7 @@ def test_the_layout_of_a_block_has_the_boxes_of_each_rank(drawn, data):
     found = block_layout(layout, region, sizes)
     assert found.shape == sizes
     for rank in held:
-        boxes = [box for own in layout.boxes_of(rank) for box in region.boxes_within(own, sizes)]
+        boxes = [box for own in layout.boxes_of(rank) for box, _ in region.parts_within(own, sizes)]
         assert sorted(found.boxes_of(rank)) == sorted(boxes)
     assert block_layout(layout, region, sizes) is found
 
