@@ -10,7 +10,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+#: By the names that ``Partial`` has for them.
+REDUCTIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
@@ -33,6 +34,6 @@ def reduce_in_place(stack: torch.Tensor, reduction: str) -> None:
     """Put partials together into the first."""
     result = stack[0]
     for partial in stack[1:]:
-        _COMBINE[reduction](result, partial, out=result)
+        REDUCTIONS[reduction](result, partial, out=result)
     if reduction == "avg":
         result.div_(len(stack))

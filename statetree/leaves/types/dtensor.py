@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
-from statetree.chunks.reductions import reduces
+from statetree.chunks.reductions import REDUCTIONS, reduces
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.engine_type import LeafContents
-
-#: How partials are put together, by the names that ``Partial`` has for it.
-REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
 
 
 class _Wrapper(NamedTuple):
