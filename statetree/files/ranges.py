@@ -46,8 +46,14 @@ class FileIdentity(NamedTuple):
         return self[:4] == other[:4] and (self.status_ns == other.status_ns or 0 in (self.status_ns, other.status_ns))
 
 
-class _Handle(int):
-    """A descriptor: not the same object as another one of its number, when it was closed."""
+class _Handle:
+    """A descriptor, which is closed when nothing refers to it: not while a thread reads, whatever others open."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone
+        close(self.number)
 
 
 class OpenFiles:
@@ -68,11 +74,6 @@ class OpenFiles:
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # An interrupt may have come before the first line of ``__init__``; and as Python ends, ``os`` may be gone.
-        for handle in getattr(self, "_handles", {}).values():
-            close(handle)
 
     def open(self, path: Path) -> FileRange:
         """Return a whole file. Raises ``CheckpointError`` if it is no file that can be read."""
@@ -103,9 +104,7 @@ class OpenFiles:
         if found is not None:
             return found
         for oldest in list(self._handles)[: 1 - _MAX_OPEN]:
-            closed = self._handles.pop(oldest, None)
-            if closed is not None:
-                os.close(closed)
+            self._handles.pop(oldest, None)
         absolute = self._absolute.setdefault(path, os.path.abspath(path))
         try:
             handle = _Handle(os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
@@ -113,31 +112,19 @@ class OpenFiles:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
-        about = os.fstat(handle)
+        about = os.fstat(handle.number)
         if not stat.S_ISREG(about.st_mode):
-            os.close(handle)
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
         identity = FileIdentity.of(about)
         is_first = self._identities.setdefault(path, identity) is identity
-        found = self._handles.setdefault(path, handle)
-        if found is not handle:  # another thread came first
-            os.close(handle)
+        found = self._handles.setdefault(path, handle)  # another thread may have come first
         if not is_first:
             self.check(path)
         return found
 
     def _now(self, path: Path) -> FileIdentity:
         """Return what a file is now."""
-        while True:
-            handle = self._handle(path)
-            try:
-                about = os.fstat(handle)
-            except OSError:
-                if self._handles.get(path) is handle:
-                    raise
-                continue
-            if self._handles.get(path) is handle:  # it was not closed meanwhile
-                return FileIdentity.of(about)
+        return FileIdentity.of(os.fstat(self._handle(path).number))
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
@@ -158,17 +145,12 @@ class OpenFiles:
 
     def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
         """Fill memory with the bytes of a file from an offset on. ``label`` is what they are called in messages."""
-        done = 0
+        handle, done = self._handle(path), 0
         while done < len(view):
-            handle = self._handle(path)
             try:
-                count = os.preadv(handle, [view[done:]], offset + done)
+                count = os.preadv(handle.number, [view[done:]], offset + done)
             except OSError as error:
-                if self._handles.get(path) is not handle:
-                    continue
                 refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
-            if self._handles.get(path) is not handle:
-                continue  # another thread closed it, and its number may have been another file's
             if not count:
                 refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.nbytes_read += count
@@ -180,7 +162,8 @@ class OpenFiles:
 
         self.check(path)
         if path not in self._mapped:
-            name = f"/proc/self/fd/{self._handle(path)}"  # what was opened, whatever lies at its path now
+            handle = self._handle(path)
+            name = f"/proc/self/fd/{handle.number}"  # what was opened, whatever lies at its path now
             name = name if os.path.exists(name) else str(path)
             self._mapped[path] = torch.UntypedStorage.from_file(name, shared=False, nbytes=self.identity(path).nbytes)
         found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
