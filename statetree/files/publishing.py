@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
-from weakref import WeakSet
 
+from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class _Lock:
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self._process = os.getpid()
-        _locks.add(self)
+        renew_after_fork(self, _Lock.close)  # the parent may be killed before it is done
 
     def release(self) -> None:
         """Unlock, and close the handle."""
@@ -148,21 +148,8 @@ class _Lock:
     def close(self) -> None:
         """Close the handle alone."""
         handle, self.handle = self.handle, -1
-        os.close(handle)
-
-
-#: Those by which this process is alone in a directory.
-_locks: Final[WeakSet[_Lock]] = WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    """In a forked process: let go of directories that the parent is alone in, which may be killed before it is done."""
-    for lock in list(_locks):
-        if lock.handle >= 0:
-            lock.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+        if handle >= 0:
+            os.close(handle)
 
 
 def _is_same_file(new: Path, old: Path) -> bool:
