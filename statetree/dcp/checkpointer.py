@@ -315,7 +315,7 @@ class Checkpointer(Schedule):
 
     def best_step(self) -> int | None:
         """Return the step of the complete checkpoint with the lowest ``metric``; ``None`` if none has one."""
-        return next((checkpoint.step for checkpoint in self._series.best()), None)
+        return next((found.step for found in self._series.best(self._series.complete(), 1)[0]), None)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""

@@ -149,12 +149,9 @@ class MirroredSeries(Series):
 
     def _prune(self, complete: Sequence[int]) -> None:
         """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
-        folders, keep = self._folders(), self._kept
-        kept = {found.step for found in self.local()}
-        kept.update(complete if keep.latest is None else complete[-keep.latest :])
-        kept.update(step for step in complete if keep.every is not None and step % keep.every == 0)
-        if keep.best is not None:
-            kept.update(found.step for part in self._best(map(_far_step, complete), keep.best) for found in part)
+        folders = self._folders()
+        staying = self.staying(self._kept, list(map(_far_step, complete)))
+        kept = {found.step for found in [*self.local(), *staying]}
         for step, folder in folders.items():
             is_newest = step > max(complete, default=-1) and (folder / METADATA).is_file()
             if step not in kept and not is_newest:

@@ -25,7 +25,7 @@ from statetree.errors import CheckpointError
 from statetree.files.publishing import alone_in, sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced-[0-9a-f]{32}")
@@ -160,12 +160,11 @@ class Series:
         partial.close()
         return StepDirectory(partial.step, is_named=True, name=path.name, identity=identity)
 
-    def best(self, count: int = 1) -> list[StepDirectory]:
-        """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""
-        return self._best(self.complete(), count)[0]
+    def best(self, complete: Iterable[StepDirectory], count: int) -> tuple[list[StepDirectory], list[StepDirectory]]:
+        """Return the checkpoints of the lowest metric, of equal ones the latest, and those whose metric is not known.
 
-    def _best(self, complete: Iterable[StepDirectory], count: int) -> tuple[list[StepDirectory], list[StepDirectory]]:
-        """Return the best checkpoints, and those whose manifest cannot be read, which may be as good."""
+        Their manifest cannot be read: they may be as good.
+        """
         found, unknown = [], []
         for checkpoint in complete:
             try:
@@ -182,11 +181,7 @@ class Series:
         with alone_in(self.directory):
             found = self.all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
-            kept = {latest, *(complete if keep.latest is None else complete[-keep.latest :])}
-            if keep.every is not None:
-                kept.update(checkpoint for checkpoint in complete if checkpoint.step % keep.every == 0)
-            if keep.best is not None:
-                kept.update(*self._best(complete, keep.best))
+            kept = {latest, *self.staying(keep, complete)}
             leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
             removed = [(each.step, bytes_in(self.path(each)), self._without_name(each)) for each in leaving]
         events = []
@@ -195,6 +190,15 @@ class Series:
             shutil.rmtree(path, ignore_errors=True)
             events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))
         return events
+
+    def staying(self, keep: Kept, complete: Sequence[StepDirectory]) -> set[StepDirectory]:
+        """Return which of the complete checkpoints, in the order of steps, are kept."""
+        found = {*(complete if keep.latest is None else complete[-keep.latest :])}
+        if keep.every is not None:
+            found.update(checkpoint for checkpoint in complete if checkpoint.step % keep.every == 0)
+        if keep.best is not None:
+            found.update(*self.best(complete, keep.best))
+        return found
 
     def _without_name(self, checkpoint: StepDirectory) -> Path:
         """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""
