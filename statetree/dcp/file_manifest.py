@@ -94,12 +94,13 @@ class FileManifest(NamedTuple):
         line = json.dumps(table, separators=(",", ":")).encode()
         return line + f"\n{crc32(line):08x}\n".encode()
 
-    def check_metadata(self, data: bytes) -> None:
-        """Raise ``CheckpointError`` unless these are the bytes of ``.metadata`` that were written."""
+    def fault_of(self, data: bytes) -> str:
+        """Say how bytes differ from those of ``.metadata`` that were written; empty if they do not."""
         nbytes, checksum = self.metadata
-        if (len(data), crc32(data)) != (nbytes, checksum):
-            what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
-            raise CheckpointError(f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}")
+        if (len(data), crc32(data)) == (nbytes, checksum):
+            return ""
+        what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
+        return f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}"
 
 
 def save_of(save_id: Any) -> str | None:

@@ -26,7 +26,6 @@ from statetree.dcp.file_manifest import (
     save_of,
 )
 from statetree.errors import CheckpointError
-from statetree.files.crc32 import crc32
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
@@ -79,29 +78,28 @@ def read_described(directory: Path, *, verify: bool) -> Described:
     as its tensor needs, and lies inside the tensor that it is a piece of. Anything else raises ``CheckpointError``.
     Unless ``verify`` is set, a manifest that is missing or damaged is passed over.
     """
-    data = _content(directory)
-    with suppress(CheckpointError, BadPickle, TypeError, ValueError, KeyError):  # else the metadata tell what is wrong
-        listed = read_manifest(directory)
-        if listed is not None and listed.entries and listed.metadata == (len(data), crc32(data)):
-            found = _listed(listed)
+    data, manifest = _content(directory), None
+    try:
+        manifest = read_manifest(directory)
+        absence = f"it has no {MANIFEST} file, though it was saved with one: it was copied in part"
+        fault = absence if manifest is None else manifest.fault_of(data)
+    except CheckpointError as error:
+        fault = str(error)
+    if manifest is not None and manifest.entries and not fault:
+        with suppress(BadPickle, TypeError, ValueError, KeyError):  # else the metadata tell what is wrong
+            found = _listed(manifest)
             _check_pieces(directory, found)
             return found
     found = _parsed(directory, data)
-    if found.save is None and not (verify and _has_listed_files(directory, found)):
+    if found.save is None and not (verify and manifest is not None and _has_listed_files(directory, found, manifest)):
         return found
-    try:
-        manifest = _manifest_of(directory)
-        if verify and found.save in (manifest.save, None):
-            manifest.check_metadata(data)
-    except CheckpointError as error:
-        if not verify:
-            return found
-        raise CheckpointError(
-            f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False "
-            "to read it all the same."
-        ) from None
-    if manifest.save != found.save:
+    if manifest is not None and found.save not in (manifest.save, None):
         _refuse_mixture(directory, f"{METADATA} is of the save {found.save}, {MANIFEST} of {manifest.save}")
+    if verify and fault:
+        raise CheckpointError(
+            f"load: cannot read the checkpoint {directory}: {fault}. Load another checkpoint, or pass verify=False "
+            "to read it all the same."
+        )
     if verify:
         _refuse_mixture(directory, f"{MANIFEST} does not list what {METADATA} does")
     return found
@@ -124,21 +122,11 @@ def _listed_tensor(dtype: Any, shape: Any, *boxes: Any) -> StoredEntry:
     return StoredEntry(_DTYPES[dtype], size, found)
 
 
-def _manifest_of(directory: Path) -> FileManifest:
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise CheckpointError(f"it has no {MANIFEST} file, though it was saved with one: it was copied in part")
-    return manifest
-
-
-def _has_listed_files(directory: Path, found: Described) -> bool:
+def _has_listed_files(directory: Path, found: Described, manifest: FileManifest) -> bool:
     """Whether the files are those of a manifest: then metadata that name no save are damaged. DCP leaves a manifest."""
-    with suppress(CheckpointError):
-        manifest = read_manifest(directory)
-        sizes = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
-        names = {stored.name for stored in found.pieces.values()}
-        return all(sizes.get(name) == (directory / name).stat().st_size for name in names)
-    return False
+    sizes = {name: file.nbytes for name, file in manifest.files.items()}
+    names = {stored.name for stored in found.pieces.values()}
+    return all(sizes.get(name) == (directory / name).stat().st_size for name in names)
 
 
 def _refuse_mixture(directory: Path, what: str) -> None:
