@@ -30,8 +30,8 @@ from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
 from statetree.torch_internals import quietly
-from statetree.transforms.select import select
 from statetree.tree.flatten import flatten_for
+from statetree.tree.pruning import pruned
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
@@ -182,15 +182,13 @@ class _Whole:
 
     def plan(self, tree: Any, checkpoint: OpenedCheckpoint) -> None:
         """Choose what is read, and refuse what would not come back as it was."""
-        self._tree = tree
+        leaves, spec = flatten_for("load", tree)
         if self._where is not None:
+            tree = pruned("load", spec, leaves, selected(self._where, spec, leaves, verb="load"))
             leaves, spec = flatten_for("load", tree)
-            mask = selected(self._where, spec, leaves, verb="load")
-            chosen = {path for path, is_meant in zip(spec.paths(), mask, strict=True) if is_meant}
-            self._tree = select(tree, lambda path, _: path in chosen)
+        self._tree = tree
         if checkpoint.unknown:
             raise TreeMismatch.between("load", checkpoint.unknown, _UNKNOWN_REMEDY)
-        leaves, spec = flatten_for("load", self._tree)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, StoredParts):
                 path = spec.paths()[index]
@@ -204,7 +202,6 @@ class _Whole:
             raise _not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
 
     def read(self) -> Any:
-        """Read it."""
         return replicated("load", self._tree, memory_of("cpu"), copy=True)
 
 
@@ -275,7 +272,6 @@ class _Filled:
             raise located_error("load", "tell the chunks of", error, lambda: self._paths, leaves, index) from error
 
     def _unfit(self, index: int, stored: StoredTensor, held: LocalChunks | None) -> list[Difference]:
-        """Return how shape and dtype differ."""
         like, path = self._lowered.leaves[index], self._paths[index]
         shape, dtype = (held.shape, held.dtype) if held else (tuple(like.shape), like.dtype)
         found: list[Difference] = []
@@ -307,7 +303,6 @@ class _Filled:
             self._result[index] = copied[keys[index]]
 
     def read(self) -> Any:
-        """Fill the tensors, and return the tree."""
         for index, parts in self._parts.items():
             parts.check(self._paths[index], self._result[index])
         fill("load", self._targets)

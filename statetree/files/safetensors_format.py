@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, shown
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAMES, file_in, read_index, read_json
 from statetree.files.stored import StoredTensor
@@ -155,15 +155,13 @@ def _place(file: FileRange, key: str, entry: Any) -> tuple[torch.dtype, list[int
 
 
 def _tensors(tree: Any) -> dict[str, Any]:
-    """Return the tensors of a tree by their flat keys."""
     flat, _ = to_flat(tree)
     why = {key: reason for key, leaf in flat.items() if (reason := _why_not(key, leaf))}
     if why:
-        lines = [f"{printable(key)}: {reason}" for key, reason in list(why.items())[:10]]
-        more = [f"… and {len(why) - 10} more"] * (len(why) > 10)
-        msg = "save: safetensors files hold only tensors, and not of all kinds: got\n  " + "\n  ".join([*lines, *more])
+        lines = shown([f"{printable(key)}: {reason}" for key, reason in why.items()])
         raise CheckpointError(
-            msg + "\nLeave them out (select; convert: --match, --drop-values), or choose another format."
+            f"save: safetensors files hold only tensors, and not of all kinds: got\n  {lines}\n"
+            "Leave them out (select; convert: --match, --drop-values), or choose another format."
         )
     return flat
 
