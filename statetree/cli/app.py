@@ -35,7 +35,6 @@ def _bytes(text: str) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Read a floating-point dtype."""
     import torch
 
     from statetree.leaves.casting import castable
@@ -47,7 +46,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _rule(text: str) -> tuple[str, str]:
-    """Read ``OLD=NEW``."""
     old, equals, new = text.partition("=")
     if not equals or not old:
         raise click.BadParameter(f"{text!r} is no rule: expected OLD=NEW, for example 'model.**=**'")

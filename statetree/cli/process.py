@@ -91,7 +91,6 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 def _run(command: click.Command, args: list[str]) -> int:
-    """Run the command, and say what went wrong."""
     try:
         return _invoke(command, args)
     except click.ClickException as error:

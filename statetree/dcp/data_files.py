@@ -102,7 +102,6 @@ class DataFiles:
         return entry
 
     def _piece(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
-        """Return where the elements of a piece of a tensor lie."""
         piece = self._pieces.get(index)  # other threads may be here
         if piece is not None:
             self.files.check(piece.file.path)

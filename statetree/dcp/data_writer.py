@@ -219,7 +219,6 @@ class PieceSource:
         return True
 
     def _blocks(self) -> Iterator[memoryview]:
-        """Yield the bytes of the memory."""
         data: Any = self._data
         if self._in_place:
             view = memory_view(data)

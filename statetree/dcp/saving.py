@@ -161,7 +161,6 @@ class StateSave:
         on_all(partial(self._finish, written))
 
     def _describe(self) -> Holdings:
-        """Take the state apart."""
         ranks = ranks_of("save", self._group)
         spec, entries, texts = entries_of(self._state(), verb="save")
         taken = {entry.key for entry in entries}
@@ -249,7 +248,6 @@ class StateSave:
         return [(self._id, pieces) for pieces in shares]
 
     def _write(self, share: tuple[str, list[Index]]) -> dict[str, ManifestFile]:
-        """Write what this rank writes, and return its files."""
         self.directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
         save, indices = share
         rank = ranks_of("save", self._group).rank
@@ -286,7 +284,6 @@ class StateSave:
 
 
 def _for_dcp(entry: StoredEntry) -> Any:
-    """Return an entry as DCP's metadata have it."""
     if entry.dtype is None:
         return BytesStorageMetadata()
     chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)) for box in entry.boxes]
@@ -294,7 +291,6 @@ def _for_dcp(entry: StoredEntry) -> Any:
 
 
 def _for_manifest(entry: StoredEntry) -> Any:
-    """Return an entry as the manifest lists it."""
     if entry.dtype is None:
         return None
     boxes = [] if entry.boxes[0].sizes == entry.shape else [(box.start, box.sizes) for box in entry.boxes]

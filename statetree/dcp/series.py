@@ -263,7 +263,6 @@ _own: Final[dict[str, int]] = {}
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether some process is writing to a directory."""
     if _own.get(os.path.basename(path)) == os.getpid():
         return True
     try:

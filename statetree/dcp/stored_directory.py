@@ -69,8 +69,6 @@ FORMAT: Final = DirectoryFormat()
 
 
 class _Directory:
-    """A directory that is being read."""
-
     def __init__(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> None:
         self.data = DataFiles(path, files, verify=files.verify is not False)
         self.foreign: dict[str, None] = {}  # names of what was not loaded
@@ -85,7 +83,6 @@ class _Directory:
         files.open(path / METADATA)  # one of the checkpoint's files
 
     def tree(self) -> Any:
-        """Return what it holds."""
         values = {key: self._value(key) for key in self._entries if key != STRUCTURE_KEY}
         if not self.is_nested:
             # DCP's own paths have texts for all keys, and lists for tuples.

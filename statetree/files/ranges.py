@@ -123,7 +123,6 @@ class OpenFiles:
         return found
 
     def _now(self, path: Path) -> FileIdentity:
-        """Return what a file is now."""
         return FileIdentity.of(os.fstat(self._handle(path).number))
 
     def check(self, path: Path) -> None:
