@@ -173,8 +173,10 @@ class Checkpointer(Schedule):
             since = time.monotonic()
             group = self._begin("save").group
             self._warn_of_step("save", step)
-            # What a state_dict raises there is heard by all ranks.
-            states = partial(StatefulTree.state_of, "save", state)
+
+            def states() -> Any:  # what a state_dict raises there is heard by all ranks
+                return StatefulTree("save", state).state
+
             self._writer.write("save", step, states, group, options, lambda: time.monotonic() - since)
 
     def async_save(
@@ -221,7 +223,7 @@ class Checkpointer(Schedule):
                 check_step("async_save", step)
                 began = time.monotonic()
                 with phase("checkpointer.stage"):
-                    staged = self._stager.stage(StatefulTree.state_of("async_save", state))
+                    staged = self._stager.stage(StatefulTree("async_save", state).state)
                 ended = time.monotonic()
                 nbytes = 0 if self._on_event is None else local_bytes(staged)
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)

@@ -37,11 +37,6 @@ class StatefulTree:
         self._paths = list(compress(self._spec.paths(), self._mask)) if self._states else []
         self.state = self._with(self._states) if self._states else tree
 
-    @classmethod
-    def state_of(cls, verb: str, tree: Any) -> Any:
-        """Return the tree with the states of its objects in their places."""
-        return cls(verb, tree).state
-
     def _with(self, values: Sequence[Any]) -> Any:
         """Return the tree with values in the places of the objects."""
         rest, pairs = iter(values), zip(self._leaves, self._mask, strict=True)
