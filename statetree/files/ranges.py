@@ -123,7 +123,8 @@ class OpenFiles:
         return found
 
     def _now(self, path: Path) -> FileIdentity:
-        return FileIdentity.of(os.fstat(self._handle(path).number))
+        handle = self._handle(path)  # named, or it could be closed before it is asked
+        return FileIdentity.of(os.fstat(handle.number))
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
