@@ -20,13 +20,14 @@ from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
 from statetree.errors import RankMismatch
+from statetree.exchange.routes import overlaps
 from statetree.leaves.leaf_numbers import text_number
 from statetree.spans.layout import holds_memory
 from statetree.spans.sums import piece_sums, signed
 from statetree.torch_internals import can_negate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.exchange.call import Call
     from statetree.exchange.group import Group
@@ -71,28 +72,17 @@ class Copies:
         nothing, whatever the number is that they have in common.
         """
         mine = self.meshes[self._rank]
+        own = [held for held, holder in self.holders.items() if held[0] == mine and holder == self._rank]
+        others = [held for held in self.holders if held[0] != mine]
+        bounds = [
+            torch.tensor([box for _, box in held], dtype=torch.int64).view(len(held), 2, len(self._shape))
+            for held in (own, others)
+        ]
+        meeting = overlaps(*bounds[0].unbind(1), *bounds[1].unbind(1))
         found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
-        for (mesh, box), holder in self.holders.items():
-            if mesh == mine and holder == self._rank:
-                for other, part in self._meeting(box):
-                    if other[0] != mine:
-                        found[box, part] += _weight((mesh, box), other)
+        for one, other, start, stop in zip(*[column.tolist() for column in meeting], strict=True):
+            found[own[one][1], Box(tuple(start), tuple(stop))] += _weight(own[one], others[other])
         return dict(found)
-
-    def _meeting(self, box: Box) -> Iterator[tuple[tuple[int, Box], Box]]:
-        """Yield the boxes of all meshes that have elements in common with one, with the place of these elements."""
-        listed, bounds = self._listed
-        low = torch.maximum(bounds[:, 0], torch.tensor(box.start, dtype=torch.int64))
-        high = torch.minimum(bounds[:, 1], torch.tensor(box.stop, dtype=torch.int64))
-        rows = (high > low).all(1).nonzero()[:, 0]
-        for row, start, stop in zip(rows.tolist(), low[rows].tolist(), high[rows].tolist(), strict=True):
-            yield listed[row], Box(tuple(start), tuple(stop))
-
-    @cached_property
-    def _listed(self) -> tuple[list[tuple[int, Box]], torch.Tensor]:
-        """All boxes of all meshes, and where they begin and end."""
-        listed = list(self.holders)
-        return listed, torch.tensor([box for _, box in listed], dtype=torch.int64).view(len(listed), 2, -1)
 
 
 def _weight(own: tuple[int, Box], other: tuple[int, Box]) -> int:

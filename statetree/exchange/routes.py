@@ -115,7 +115,7 @@ class Route:
     @cached_property
     def _all_arriving(self) -> Cuts:
         boxes, rows = self.source.distinct, self.target.rows_of(self.rank)
-        piece, box, low, high = _overlaps(self.target.starts[rows], self.target.stops[rows], boxes.starts, boxes.stops)
+        piece, box, low, high = overlaps(self.target.starts[rows], self.target.stops[rows], boxes.starts, boxes.stops)
         peer = self.senders.of(self.source, box, torch.full_like(box, self.rank))
         return Cuts(peer, box, piece, low, high).sorted()
 
@@ -129,7 +129,7 @@ class Route:
     @cached_property
     def _leaving(self) -> Cuts:
         boxes, target = self.source.distinct, self.target
-        piece, row, low, high = _overlaps(boxes.starts[self._own], boxes.stops[self._own], target.starts, target.stops)
+        piece, row, low, high = overlaps(boxes.starts[self._own], boxes.stops[self._own], target.starts, target.stops)
         box, peer = self._own[piece], target.ranks[row]
         sender = self.senders.of(self.source, box, peer)
         stays = self._is_held(peer, box) & self._may_stay(sender, peer)
@@ -225,7 +225,7 @@ def _per_rank(ranks: torch.Tensor, volumes: torch.Tensor) -> int:
     return int(torch.zeros(int(ranks.max()) + 1, dtype=torch.int64).index_add_(0, ranks, volumes).max())
 
 
-def _overlaps(
+def overlaps(
     starts: torch.Tensor, stops: torch.Tensor, other_starts: torch.Tensor, other_stops: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return which boxes meet which other ones, and where these intersections begin and end."""
