@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import dense_strides
-from statetree.exchange.executor import flat_bytes, is_flat
 from statetree.exchange.plan import ExchangePlan, Move, Round, Transport
 from statetree.exchange.stacks import (
     ALIGNMENT,
@@ -29,6 +28,7 @@ from statetree.exchange.stacks import (
     lay_out_bucket,
     next_start,
 )
+from statetree.spans.bits import flat_bytes, is_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

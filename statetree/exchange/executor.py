@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from statetree.spans.bits import flat_bytes, is_flat
 from statetree.spans.layout import as_bytes
 from statetree.torch_internals import copy_all, copy_each, plain_pairs, storage_key
 
@@ -117,16 +118,6 @@ class Recorder(Executor):
         self._under_way.clear()  # of a replay that failed
         for operation in self._operations:
             operation()
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one stretch of memory that reads as it lies."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of such a tensor."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a view of one element may keep its stride
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ import torch
 from statetree.exchange.buckets import BucketedPlan, Buckets, Pieces, take_buckets
 from statetree.exchange.partial_reduction import Chunked, Reduction, prepare_reduction
 from statetree.exchange.plan import Move
+from statetree.spans.bits import as_plain
 from statetree.torch_internals import as_copied, copied_dtype
 
 if TYPE_CHECKING:
@@ -46,9 +47,8 @@ def sendable_pieces(chunks: LocalChunks, layout: ChunkLayout, rank: int) -> list
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one that torch can copy: without class and gradient, as integers if copies would change it."""
-    if type(tensor) is not torch.Tensor:
-        tensor = tensor.detach().as_subclass(torch.Tensor)
-    return as_copied(tensor.detach() if tensor.requires_grad else tensor)
+    bare = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return as_copied(tensor if bare else as_plain(tensor))
 
 
 def converting_transfer(source: Chunked, target: Chunked, before: torch.dtype, after: torch.dtype) -> Transfer:

@@ -66,11 +66,11 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if is_unreadable(a, b):
         return False
     a, b = _in_memory_order(*without_common_bits(a, b))
-    if _is_memory(a) and _is_memory(b):  # the usual case, in one go
+    if is_host_memory(a) and is_host_memory(b):  # the usual case, in one go
         answer = compare_memory(a.data_ptr(), b.data_ptr(), a.nbytes)
         if answer is not None:
             return answer
-    return all(_equal(x, y) for _, x, y in _pieces(*distinct_elements(a, b)))
+    return all(_equal(x, y) for _, x, y in pieces(*distinct_elements(a, b)))
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -102,7 +102,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
         >>> list(differing(a.T, b.T))
         [tensor([3, 4])]
     """
-    for start, x, y in _pieces(*without_common_bits(a, b)):
+    for start, x, y in pieces(a, b):
         if x.device.type != "cpu" or not _equal(x, y):
             positions = _positions(x, y, a.dtype.itemsize)
             if positions.numel():
@@ -115,7 +115,7 @@ def differ_in_more(a: torch.Tensor, b: torch.Tensor, most: int) -> bool:
     Counting takes a fraction of the time and memory of positions. It ends where few elements of a piece differ.
     """
     count = 0
-    for _, x, y in _pieces(*without_common_bits(a, b)):
+    for _, x, y in pieces(a, b):
         found = int(x.ne(y).count_nonzero())
         count += found
         if count > most * (a.dtype.itemsize // x.itemsize):
@@ -162,10 +162,19 @@ def without_elements(tensor: torch.Tensor) -> str:
     return "meta" if tensor.is_meta else "" if holds_memory(tensor) else "freed"
 
 
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor without common bits reads like a stretch of host memory."""
-    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return plain and not is_zero_tensor(tensor)
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one stretch of memory that reads as it lies."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of such a tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a view of one element may keep its stride
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor reads like a stretch of host memory."""
+    return tensor.is_cpu and is_flat(tensor) and not is_zero_tensor(tensor)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,23 +209,20 @@ def distinct_elements(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, t
     return a, b
 
 
-def in_blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut readable tensors of one dtype and shape in row-major order, and yield both tensors' bits as flat integers.
+def pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Cut readable tensors of one dtype and shape in row-major order.
 
-    They are those of ``as_bits``, but for elements of 16 bytes, which are two integers each.
+    Yields:
+        Where a piece begins, and both tensors' bits there as flat integers: those of ``as_bits``, but for elements of
+        16 bytes, which are two integers each.
     """
-    for _, x, y in _pieces(*without_common_bits(a, b)):
-        yield x.cpu(), y.cpu()
-
-
-def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Cut tensors in row-major order. Yield where each piece begins, and both tensors' bits there as flat integers."""
-    if _is_memory(a) and _is_memory(b):  # the usual case: looked at as integers once
+    a, b = without_common_bits(a, b)
+    if is_host_memory(a) and is_host_memory(b):  # the usual case: looked at as integers once
         flats = [_flat(as_bits(tensor.detach())) for tensor in (a, b)]
         step = _PIECE_BYTES // flats[0].itemsize
         per = a.dtype.itemsize // flats[0].itemsize
-        pieces = zip(*[flat.split(step) for flat in flats], strict=True)
-        yield from ((index * step // per, x, y) for index, (x, y) in enumerate(pieces) if x.numel())
+        parts = zip(*[flat.split(step) for flat in flats], strict=True)
+        yield from ((index * step // per, x, y) for index, (x, y) in enumerate(parts) if x.numel())
         return
     one_device = a.device == b.device
     nbytes = _PIECE_BYTES if a.is_cpu or not one_device else _DEVICE_PIECE_BYTES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from statetree.spans.bits import as_bits, distinct_elements, from_bits, in_blocks, is_unreadable, without_elements
+from statetree.spans.bits import as_bits, distinct_elements, from_bits, is_unreadable, pieces, without_elements
 from statetree.torch_internals import WITHOUT_KERNELS
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = E
     # The first index of all is one of a distinct element: it is 0 along the dims in which these are repeated.
     x, y = distinct_elements(a, b)
     comparison = ElementComparison(tolerance)
-    for block_a, block_b in in_blocks(x, y):
-        comparison.add(from_bits(block_a, a.dtype), from_bits(block_b, b.dtype))
+    for _, bits_a, bits_b in pieces(x, y):
+        comparison.add(from_bits(bits_a.cpu(), a.dtype), from_bits(bits_b.cpu(), b.dtype))
     found = comparison.result(x.shape)
     return None if found is None else found._replace(how_many=found.how_many * (a.numel() // x.numel()))
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from statetree.chunks.boxes import Box, dense_strides, whole_box
-from statetree.spans.bits import bits_in_pieces
+from statetree.spans.bits import bits_in_pieces, flat_bytes, is_host_memory
 from statetree.spans.threads import call_together, num_threads
-from statetree.torch_internals import copy_all, is_zero_tensor
+from statetree.torch_internals import copy_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -118,7 +118,11 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
 def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.Tensor]:
     """Return the first sums, on the CPU, of plain tensors in memory, each the whole of its global shape."""
     found: dict[int, torch.Tensor] = {}
-    large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
+    large = [
+        index
+        for index, tensor in enumerate(tensors)
+        if not (0 < tensor.nbytes <= _SMALL_BYTES and is_host_memory(tensor))
+    ]
 
     def add(index: int) -> None:
         shape = tuple(tensors[index].shape)
@@ -134,18 +138,12 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
     return [found[index] for index in range(len(tensors))]
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return plain and 0 < tensor.nbytes <= _SMALL_BYTES and not is_zero_tensor(tensor)
-
-
 def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     """Return the sums of small contiguous tensors, of which each begins a row."""
     lengths = [-(-tensor.nbytes // _ROW_BYTES) for tensor in tensors]
     firsts = [0, *accumulate(lengths)]
     padded = torch.zeros(firsts[-1] * _ROW_BYTES, dtype=torch.uint8, device="cpu")
-    # One element may have any stride.
-    sources = [tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
+    sources = [flat_bytes(tensor.detach()) for tensor in tensors]
     starts = [_ROW_BYTES * first for first in firsts[:-1]]
     copy_all([padded[at : at + source.numel()] for at, source in zip(starts, sources, strict=True)], sources)
     owners = torch.arange(len(tensors), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))

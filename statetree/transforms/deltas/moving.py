@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.exchange.executor import flat_bytes
-from statetree.spans.bits import as_bits
+from statetree.spans.bits import as_bits, flat_bytes
 from statetree.spans.sums import FEW, sums_at
 from statetree.transforms.deltas.change import (
     EVERYBODYS,

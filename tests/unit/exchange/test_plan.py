@@ -11,8 +11,8 @@ from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import Split, layout_of, mesh_layout, whole_on
 from statetree.exchange import plan as plans
 from statetree.exchange import stacks
-from statetree.exchange.executor import flat_bytes, is_flat
 from statetree.exchange.plan import ExchangePlan, Move, Transport
+from statetree.spans.bits import flat_bytes, is_flat
 from tests.unit.exchange.wired_ranks import WiredRanks, cut
 
 RANKS = 4
