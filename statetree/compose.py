@@ -253,7 +253,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
         while index not in done:
             bucket = waiting.pop()
             given = {keys[member]: leaves[member] for member in sorted(bucket)}
-            result = _call(together, steps, given, {keys[member]: paths[member] for member in bucket})
+            result = together.apply(steps, given, {keys[member]: paths[member] for member in bucket})
             done.update((member, result[keys[member]]) for member in bucket)
             del given, result  # or the bucket would outlive the consumer's interest in it
         try:
@@ -300,16 +300,26 @@ class _Together:
             call.agree(Fingerprint("stream", entries))  # sorted, as ties decide on the order within a bucket
         return found
 
-    def take(self, step: Step, bucket: Any) -> Any:
-        try:
-            return _applied(step, bucket)
-        except BaseException as error:
-            if not is_collective(step):  # which tells it by itself
-                _tell(self._group, error)
-            raise
-
-    def tell(self, error: BaseException) -> None:
-        _tell(self._group, error)
+    def apply(self, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
+        result: Any = bucket
+        for step in steps:
+            try:
+                result = _applied(step, result)
+            except BaseException as error:
+                if not is_collective(step):  # which tells it by itself
+                    _tell(self._group, error)
+                if isinstance(error, StateTreeError):
+                    place_in_tree(error, paths)
+                raise
+        if isinstance(result, dict) and result.keys() == paths.keys():
+            return result
+        got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
+        mismatch = TreeMismatch(
+            f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
+            f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
+        )
+        _tell(self._group, mismatch)
+        raise mismatch
 
     def leave(self, *, at_end: bool) -> None:
         if sys.is_finalizing() or (self._group is not None and not self._group.is_alive):
@@ -318,32 +328,12 @@ class _Together:
             if at_end:
                 self.finish()
             else:
-                self.tell(StateTreeError("stream: this rank stopped before the end."))
+                _tell(self._group, StateTreeError("stream: this rank stopped before the end."))
 
     def finish(self) -> None:
         if self._group is not None:
             with Call("stream", self._group) as call:
                 call.ready()
-
-
-def _call(together: _Together, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
-    result: Any = bucket
-    try:
-        for step in steps:
-            result = together.take(step, result)
-    except StateTreeError as error:
-        place_in_tree(error, paths)
-        raise
-    if not isinstance(result, dict) or result.keys() != paths.keys():
-        got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
-        msg = (
-            f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
-            f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
-        )
-        mismatch = TreeMismatch(msg)
-        together.tell(mismatch)
-        raise mismatch
-    return result
 
 
 @quietly
