@@ -341,12 +341,6 @@ def device_types(group: Any) -> Sequence[torch.device]:
     return [device for device in found if device.type == "cpu" or group._get_backend(device).name() != "gloo"]
 
 
-def bound_device(group: Any) -> torch.device | None:
-    """Return the device that a process group was made for, if its user said so. Tried with torch 2.11 to 2.15."""
-    found: torch.device | None = group.bound_device_id
-    return found
-
-
 def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, timeout: timedelta | None) -> Any:
     """Start an all-gather, and return the work to wait for. The public function takes no timeout."""
     return group._allgather_base(received, sent, _options("AllgatherOptions", timeout))

@@ -21,7 +21,6 @@ from statetree.chunks.ranks import Ranks
 from statetree.declare import cached_property
 from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.torch_internals import (
-    bound_device,
     device_types,
     is_functional,
     start_all_gather,
@@ -113,7 +112,7 @@ class Group(Ranks):
     def device(self, kind: str) -> torch.device:
         """Return the device of a type that this rank communicates from."""
         if kind not in self._devices:
-            bound = None if self._process_group is None else bound_device(self._process_group)
+            bound = None if self._process_group is None else self._process_group.bound_device_id
             if kind == "cpu":
                 self._devices[kind] = torch.device("cpu")
             elif bound is not None and bound.type == kind:
