@@ -21,8 +21,7 @@ from statetree.chunks.layouts import whole_on
 from statetree.chunks.local import LocalChunks
 from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf, describe_leaf
 from statetree.exchange.manifest import Manifest
-from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import Transfer
+from statetree.exchange.plan import Chunked, Transfer
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.parts import Recipe, Unpacked, packed, unpack
 from statetree.spans.columns import Columns

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.layouts import whole_on
-from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import Transfer, as_sendable
+from statetree.exchange.plan import Chunked, Transfer
+from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_value
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.engine_type import LeafPart

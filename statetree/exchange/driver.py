@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from statetree.exchange.consensus import Consensus
     from statetree.exchange.destination import Destination, Device, Rule
     from statetree.exchange.group import Timeout
-    from statetree.exchange.transfers import Transfer
+    from statetree.exchange.plan import Transfer
     from statetree.tree.spec import TreeSpec
 
 

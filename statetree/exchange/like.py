@@ -25,7 +25,7 @@ from statetree.exchange.fitting import (
 )
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of, is_cuttable
-from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.plan import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from statetree.exchange.consensus import Entry
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
-    from statetree.exchange.transfers import Transfer
+    from statetree.exchange.plan import Transfer
 
 
 class LikeDestination(Destination):

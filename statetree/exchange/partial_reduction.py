@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import ChunkLayout, by_rank, layout_of
 from statetree.chunks.reductions import reduce_in_place
-from statetree.exchange.buckets import Pieces
-from statetree.exchange.plan import Move
-from statetree.torch_internals import copied_dtype
+from statetree.exchange.plan import Chunked, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,18 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
-class Chunked(NamedTuple):
-    """Where the elements of a tensor come from: the layout, and this rank's pieces in the order of its rows."""
-
-    layout: ChunkLayout
-    pieces: Sequence[torch.Tensor]
-
-
 class Reduction(NamedTuple):
     """Partials on their way to the ranks that put them together."""
 
-    moves: list[Move]  # where each partial goes
-    pieces: list[Pieces]  # this rank's tensors for each of them
+    transfers: list[Transfer]  # where each partial goes
     #: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
     reduced: list[Chunked]
     #: This rank's slabs of all partials of a tensor, one behind the other, and how they are put together.
@@ -56,15 +46,15 @@ def prepare_reduction(
 
     ``partials`` say for each how these are put together, and the layout of every one of them.
     """
-    found = Reduction([], [], [], [])
+    found = Reduction([], [], [])
     for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, partials, strict=True):
-        target = _shared_out(layout)
-        stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(rank)]
+        shared = _shared_out(layout)
+        stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in shared.boxes_of(rank)]
         for number, partial in enumerate(layouts):
-            found.moves.append(Move(partial, target, copied_dtype(dtype)))
             mine = own if partial.boxes_of(rank) else []
-            found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
-        found.reduced.append(Chunked(target, [stack[0] for stack in stacks]))
+            slabs = Chunked(shared, [stack[number] for stack in stacks])
+            found.transfers.append(Transfer(Chunked(partial, mine), slabs, dtype))
+        found.reduced.append(Chunked(shared, [stack[0] for stack in stacks]))
         found.stacks.extend((stack.view(dtype), reduction) for stack in stacks)
     return found
 

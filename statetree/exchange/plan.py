@@ -39,6 +39,24 @@ class Move(NamedTuple):
     dtype: torch.dtype
 
 
+class Chunked(NamedTuple):
+    """Where the elements of a tensor are: the layout, and this rank's pieces in the order of its rows."""
+
+    layout: ChunkLayout
+    pieces: Sequence[torch.Tensor]
+
+
+class Transfer(NamedTuple):
+    """A tensor to move: where its elements come from, where they go, and the dtype in which they travel.
+
+    That is the dtype of the pieces, unless they are converted: where they are packed or where they are unpacked.
+    """
+
+    source: Chunked
+    target: Chunked
+    dtype: torch.dtype
+
+
 class Transport(Enum):
     """How the bytes of a round travel."""
 

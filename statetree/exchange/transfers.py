@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.exchange.buckets import BucketedPlan, Buckets, Pieces, take_buckets
-from statetree.exchange.partial_reduction import Chunked, Reduction, prepare_reduction
-from statetree.exchange.plan import Move
+from statetree.exchange.partial_reduction import Reduction, prepare_reduction
+from statetree.exchange.plan import Chunked, Move, Transfer
 from statetree.spans.bits import as_plain
 from statetree.torch_internals import as_copied, copied_dtype
 
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
-
-
-class Transfer(NamedTuple):
-    """A tensor to move: where its elements come from, where they go, and the dtype in which they travel.
-
-    That is the dtype of the pieces, unless they are converted: where they are packed or where they are unpacked.
-    """
-
-    source: Chunked
-    target: Chunked
-    dtype: torch.dtype
 
 
 def sendable_pieces(chunks: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
@@ -112,35 +101,31 @@ def plan_transfers(
     options: TransferOptions, transfers: Sequence[Transfer], reduction: Reduction | None = None
 ) -> PlannedTransfers:
     """Plan how elements move, once partials are put together (``reduction``), and take the memory for it."""
-    legs = []
-    if reduction is not None:
-        summed = _planned(options, "partials", lambda: reduction.moves, reduction.pieces)
-        legs.append(_Leg(summed, reduction.pieces, reduction.finish))
-    pieces = [Pieces(source.pieces, target.pieces) for source, target, _ in transfers]
-    legs.append(_Leg(_planned(options, "elements", lambda: moves_of(transfers), pieces), pieces))
+    legs = [] if reduction is None else [_leg(options, "partials", reduction.transfers, reduction.finish)]
+    legs.append(_leg(options, "elements", transfers))
     sizes = [leg.plan.bucket_sizes(leg.pieces, options.device) for leg in legs]
     return PlannedTransfers(legs, options.group, take_buckets(sizes, options.device))
 
 
-def moves_of(transfers: Sequence[Transfer]) -> list[Move]:
-    """Return from which layout to which the elements go."""
-    return [Move(source.layout, target.layout, copied_dtype(dtype)) for source, target, dtype in transfers]
+def _leg(
+    options: TransferOptions, what: str, transfers: Sequence[Transfer], finish: Callable[[], None] | None = None
+) -> _Leg:
+    pieces = [Pieces(source.pieces, target.pieces) for source, target, _ in transfers]
+    return _Leg(_planned(options, what, transfers), pieces, finish)
 
 
-def _planned(
-    options: TransferOptions, what: str, moves: Callable[[], list[Move]], pieces: Sequence[Pieces]
-) -> BucketedPlan:
+def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer]) -> BucketedPlan:
     """Return a plan, made anew unless it is known."""
     group = options.group
     key = (options.key, what, group.rank, group.global_ranks, options.bucket_bytes)
     known = _PLANNED.pop(key, None)
     if known is None:
-        needed = moves()
-        plan = BucketedPlan(needed, group, options.bucket_bytes, source=options.source)
+        moves = [Move(source.layout, target.layout, copied_dtype(dtype)) for source, target, dtype in transfers]
+        plan = BucketedPlan(moves, group, options.bucket_bytes, source=options.source)
         if options.key is None:
             return plan
-        known = _Planned(plan, _digest(options, needed, pieces))
-    elif os.environ.get(CHECK_PLANS) and known.digest != _digest(options, moves(), pieces):
+        known = _Planned(plan, _digest(options, transfers))
+    elif os.environ.get(CHECK_PLANS) and known.digest != _digest(options, transfers):
         msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"
         raise AssertionError(msg)
     _PLANNED[key] = known
@@ -149,12 +134,12 @@ def _planned(
     return known.plan
 
 
-def _digest(options: TransferOptions, moves: Sequence[Move], pieces: Sequence[Pieces]) -> bytes:
+def _digest(options: TransferOptions, transfers: Sequence[Transfer]) -> bytes:
     """Return a digest of everything that a plan is made for, and of how many tensors it is run with."""
-    found = blake2b(f"{options.source} {options.bucket_bytes} {len(moves)}".encode(), digest_size=16)
-    for move, (sources, targets) in zip(moves, pieces, strict=True):
-        found.update(move.source.digest + move.target.digest)
-        found.update(f"{move.dtype} {len(sources)} {len(targets)} ".encode())
+    found = blake2b(f"{options.source} {options.bucket_bytes} {len(transfers)}".encode(), digest_size=16)
+    for source, target, dtype in transfers:
+        found.update(source.layout.digest + target.layout.digest)
+        found.update(f"{copied_dtype(dtype)} {len(source.pieces)} {len(target.pieces)} ".encode())
     return found.digest()
 
 

@@ -11,9 +11,9 @@ from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree
 from statetree.exchange.destination import Destination
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.plan import Chunked, Transfer
 from statetree.exchange.recognition import recognised
-from statetree.exchange.transfers import Transfer, sendable_pieces
+from statetree.exchange.transfers import sendable_pieces
 from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from statetree.chunks.layouts import layout_of, whole_on
 from statetree.exchange import transfers
 from statetree.exchange.consensus import text_digest
 from statetree.exchange.group import group_of
-from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import Transfer, TransferOptions, plan_transfers
+from statetree.exchange.plan import Chunked, Transfer
+from statetree.exchange.transfers import TransferOptions, plan_transfers
 from statetree.testing import run_ranks
 
 ALONE = whole_on((4,), [0])
