@@ -17,7 +17,7 @@ from statetree.declare import cached_property
 from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, is_functional, storage_key_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 _TENSOR_ONLY: Final = frozenset({torch.Tensor})
@@ -39,6 +39,12 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
 def storage_sizes(storages: Sequence[torch.UntypedStorage]) -> array[int]:
     """Return how many bytes storages hold."""
     return array("Q", list(map(len, storages)))
+
+
+def interleaved(count: int, chosen: Sequence[int], taken: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Return so many values in their order, from those in some places and those in all others."""
+    found, rest = dict(zip(chosen, taken, strict=True)), iter(others)
+    return [found[index] if index in found else next(rest) for index in range(count)]
 
 
 class Columns:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.key_paths import Path
-from statetree.spans.columns import Columns
+from statetree.spans.columns import Columns, interleaved
 from statetree.spans.layout import SpanLayout, as_bytes, check_memory, extents, lay_out, make_views
 from statetree.spans.memory import Buffer, Memory
 from statetree.spans.threads import SERIAL_ELEMENTS, copy_together
@@ -95,18 +94,13 @@ def _clones(columns: Columns) -> list[torch.Tensor]:
     large = [index for index, nbytes in enumerate(columns.nbytes) if nbytes > SERIAL_ELEMENTS]
     if not large:
         return clone_all(columns.tensors)
-    fresh = list(columns.tensors)
-    sources = [fresh[index] for index in large]
+    sources = [columns.tensors[index] for index in large]
     targets = list(map(torch.empty_like, sources))
     copy_together(targets, sources, [columns.nbytes[index] for index in large])
-    if len(large) == len(fresh):
+    if len(large) == len(columns.tensors):
         return targets
-    rest = sorted(set(range(len(fresh))).difference(large))
-    for index, clone in chain(
-        zip(large, targets, strict=True), zip(rest, clone_all([fresh[index] for index in rest]), strict=True)
-    ):
-        fresh[index] = clone
-    return fresh
+    rest = sorted(set(range(len(columns.tensors))).difference(large))
+    return interleaved(len(columns.tensors), large, targets, clone_all([columns.tensors[index] for index in rest]))
 
 
 def copy_spans(columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], views: Sequence[torch.Tensor]) -> None:
@@ -145,14 +139,12 @@ def replicate_apart(
     columns: Columns, reach: list[int], kinds: Sequence[Any], memories: Mapping[Any, Memory], *, copy: bool
 ) -> list[torch.Tensor]:
     """Replicate tensors of each kind in its memory, apart from those of others, with which they share no storage."""
-    result: list[torch.Tensor] = list(columns.tensors)
+    fresh = {}
     for kind, memory in memories.items():
         chosen = [index for index, own in enumerate(kinds) if own == kind]
         part = Columns([columns.tensors[index] for index in chosen])
-        fresh = replicate_columns(part, [reach[index] for index in chosen], memory, copy=copy)
-        for index, tensor in zip(chosen, fresh, strict=True):
-            result[index] = tensor
-    return result
+        fresh[kind] = iter(replicate_columns(part, [reach[index] for index in chosen], memory, copy=copy))
+    return [next(fresh[kind]) for kind in kinds]
 
 
 def _clonable(columns: Columns) -> list[bool]:

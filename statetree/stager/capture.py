@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.columns import Columns, storage_sizes, storages_of
+from statetree.spans.columns import Columns, interleaved, storage_sizes, storages_of
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.replicate import replicate_columns
@@ -55,9 +55,8 @@ class CapturedTree(NamedTuple):
             return copies
         parts = self.unpacked.columns.tensors  # aside, if they were captured so
         part = Columns([parts[index] for index in self.meta])
-        replicas = iter(replicate_columns(part, extents(part), Memory("meta"), copy=False))
-        rest, meta = iter(copies), set(self.meta)
-        return [next(replicas) if index in meta else next(rest) for index in range(len(parts))]
+        replicas = replicate_columns(part, extents(part), Memory("meta"), copy=False)
+        return interleaved(len(parts), self.meta, replicas, copies)
 
 
 @quietly

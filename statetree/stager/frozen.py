@@ -172,9 +172,3 @@ def _serving(known: dict[int, _KnownStorage], storage: torch.UntypedStorage, spa
     """Return what a stretch of a storage was copied to before."""
     found = known.get(storage.data_ptr() + span.start)
     return found if found is not None and found.serves(storage, span) else None
-
-
-def with_frozen(count: int, chosen: Sequence[int], copies: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return copies of all tensors in their order, from those of the frozen ones and those of all others."""
-    frozen, rest = dict(zip(chosen, copies, strict=True)), iter(others)
-    return [frozen[index] if index in frozen else next(rest) for index in range(count)]

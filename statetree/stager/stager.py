@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from statetree.declare import phase, renew_after_fork
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
+from statetree.spans.columns import interleaved
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
-from statetree.stager.frozen import FrozenStorages, with_frozen
+from statetree.stager.frozen import FrozenStorages
 from statetree.stager.pool import Pool
 from statetree.stager.snapshot import Geometry, Snapshot
 from statetree.stager.stats import StagerStats
@@ -230,7 +231,7 @@ class Stager:
                 self._trim(snapshot)
             if frozen:
                 copies = self._frozen.copies(verb, captured, frozen)
-                staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
+                staged = interleaved(len(captured.columns.tensors), frozen, copies, staged)
             result = captured.put_together(staged)
         except BaseException as error:
             staged = []
