@@ -118,6 +118,7 @@ def conformance(
     Args:
         stager: A function that makes a stager: an object with ``stage(state)``; with ``wait(staged)``, unless ``stage``
             returns the copy or a future of it; and with ``close()``, if it has to be closed. Each fault gets a new one.
+            The state is changed after ``wait``, and not before.
         gather: A function of a state that holds DTensors, which every rank calls, and which returns it with whole
             tensors. It must be picklable.
         copy: A function of a state that returns a copy.

@@ -15,24 +15,31 @@ import torch
 import torch.distributed as dist
 
 Pair = namedtuple("Pair", ["first", "second"])
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32)
+_SIXTEEN = torch.tensor([-1, 0x7E01, -0x8000, 0x7C01, 1, 0x3C01], dtype=torch.int16)  # NaNs, -0.0, every bit counts
 
 
 def alias_kept(copied: Any) -> None:
     """A copy has memory of its own, also that of a view."""
     base = torch.arange(8.0)
-    result = copied({"w": base, "part": base[2:4], "t": base.view(2, 4).t()})
-    base.fill_(-1.0)
+    others = {f"{dtype} {dims}": torch.ones((2,) * dims, dtype=dtype) for dims in (0, 1, 3) for dtype in _DTYPES}
+    result = copied({"w": base, "part": base[2:4], "t": base.view(2, 4).t(), **others})
+    for tensor in (base, *others.values()):
+        tensor.fill_(-1.0)
     assert result["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], result
     assert result["part"].tolist() == [2.0, 3.0], result
     assert result["t"].tolist() == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]], result
+    for name in others:
+        assert torch.equal(result[name], torch.ones_like(result[name])), (name, result[name])
 
 
 def tied_weights(copied: Any) -> None:
     """One tensor in two places is one tensor in the copy."""
     weight = torch.arange(4.0)
-    result = copied({"embed": weight, "head": weight})
+    result = copied({"embed": weight, "head": weight, "model": {"layer": {"w": weight}}})
     result["embed"].fill_(7.0)
     assert result["head"].tolist() == [7.0] * 4, result
+    assert result["model"]["layer"]["w"].tolist() == [7.0] * 4, result
 
 
 def overlapping_views(copied: Any) -> None:
@@ -61,8 +68,8 @@ def parameter_tied_to_its_tensor(copied: Any) -> None:
 
 def conjugate_view(copied: Any) -> None:
     """A conjugate view has the conjugate values."""
-    result = copied({"z": torch.tensor([1 + 2j, 3 - 4j]).conj()})
-    assert result["z"].resolve_conj().tolist() == [1 - 2j, 3 + 4j], result
+    result = copied({"z": torch.tensor([1 + 2j, 3 - 4j, 5 + 6j]).conj()})
+    assert result["z"].resolve_conj().tolist() == [1 - 2j, 3 + 4j, 5 - 6j], result
 
 
 def negated_view(copied: Any) -> None:
@@ -73,13 +80,16 @@ def negated_view(copied: Any) -> None:
 
 def bits_of_every_dtype(copied: Any) -> None:
     """Every dtype keeps its bits."""
-    bits = torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32)
-    half = torch.tensor([-1, 0x7E01, 1], dtype=torch.int16)
-    eight = torch.tensor([0x80, 0x7F, 1], dtype=torch.uint8)
-    state = {"f": bits.view(torch.float32), "b": half.view(torch.bfloat16), "e": eight.view(torch.float8_e4m3fn)}
-    result = copied(state)
-    for name, expected in (("f", bits), ("b", half), ("e", eight)):
-        assert result[name].view(expected.dtype).tolist() == expected.tolist(), result
+    bits = _SIXTEEN.repeat_interleave(4).view(torch.int64) * 3 + torch.arange(6)
+    short = (torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.uint8, torch.int8, torch.float8_e4m3fn)
+    long = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int32, torch.int64, torch.uint64)
+    state = {str(dtype): bits.clone().view(dtype) for dtype in (*short, torch.float8_e5m2, *long)}
+    state |= {f"{dtype}, 16 bits": _SIXTEEN.clone().view(dtype) for dtype in short[:4]}
+    result = copied({**state, "flag": torch.tensor([True, False])})
+    for name, tensor in state.items():
+        assert result[name].dtype is tensor.dtype, (name, result[name].dtype)
+        assert torch.equal(result[name].view(torch.uint8), tensor.view(torch.uint8)), (name, result[name])
+    assert (result["flag"].dtype, result["flag"].tolist()) == (torch.bool, [True, False]), result["flag"]
 
 
 def strides(copied: Any) -> None:
@@ -153,14 +163,17 @@ def containers_shared(copied: Any) -> None:
 
 def state_changed(copied: Any) -> None:
     """The state itself is not changed."""
-    state: Any = {"w": torch.nn.Parameter(torch.arange(3.0)), "n": [1, {"a": torch.arange(2)}]}
-    before = copy.deepcopy(state)
-    version, pointer = state["w"]._version, state["w"].data_ptr()
+    state: Any = {"w": torch.nn.Parameter(torch.arange(3.0)), "n": [1, {"a": torch.arange(2)}], "t": (torch.ones(2),)}
+    before, inner, tensors = copy.deepcopy(state), state["n"], [state["w"], state["n"][1]["a"], state["t"][0]]
+    known = [(tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.grad) for tensor in tensors]
     copied(state)
-    assert torch.equal(state["w"], before["w"]), state
-    assert state["w"].requires_grad, state
-    assert (state["w"]._version, state["w"].data_ptr()) == (version, pointer), state
     assert list(state) == list(before), state
+    assert state["n"] is inner, state
+    assert [inner[0], list(inner[1])] == [1, ["a"]], state
+    for tensor, value in zip(tensors, (before["w"], before["n"][1]["a"], before["t"][0]), strict=True):
+        assert torch.equal(tensor, value), state
+    now = [state["w"], inner[1]["a"], state["t"][0]]
+    assert [(tensor._version, tensor.data_ptr(), tensor.requires_grad, tensor.grad) for tensor in now] == known, state
 
 
 def tensors_inside_of_objects(copied: Any) -> None:
@@ -178,16 +191,19 @@ def sparse_tensor(copied: Any) -> None:
     values = torch.arange(1.0, 3.0)
     result = copied({"s": torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3,), check_invariants=False)})
     values.fill_(-1.0)
+    assert result["s"].layout is torch.sparse_coo, result
     assert result["s"].to_dense().tolist() == [1.0, 0.0, 2.0], result
 
 
 def torn_snapshot(stager: Any) -> None:
     """What was staged does not change when the next state is staged."""
-    state = {"w": torch.zeros(64)}
+    state: Any = {"w": torch.zeros(4096), "step": 0, "scale": torch.tensor(0.0)}
     first = stager.wait(stager.stage(state))
     state["w"].fill_(1.0)
-    stager.wait(stager.stage(state))
-    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has become the second one"
+    state["scale"].fill_(1.0)
+    second = stager.wait(stager.stage({**state, "step": 1}))
+    assert (first["w"].sum(), first["scale"]) == (0.0, 0.0), "the first snapshot has become the second one"
+    assert (first["step"], second["step"], second["scale"].item()) == (0, 1, 1.0), (first["step"], second["step"])
 
 
 def view_of_a_snapshot(stager: Any) -> None:
@@ -195,7 +211,7 @@ def view_of_a_snapshot(stager: Any) -> None:
     state = {"w": torch.zeros(64)}
     view = stager.wait(stager.stage(state))["w"][2:4]
     gc.collect()
-    for value in (1.0, 2.0, 3.0):
+    for value in range(1, 10):
         state["w"].fill_(value)
         stager.wait(stager.stage(state))
     assert view.tolist() == [0.0, 0.0], view
@@ -234,6 +250,9 @@ def ties_changed_between_stages(stager: Any) -> None:
     stager.wait(stager.stage({"a": weight, "b": weight}))
     staged = stager.wait(stager.stage({"a": weight, "b": torch.ones(4)}))
     assert (staged["a"].tolist(), staged["b"].tolist()) == ([0.0] * 4, [1.0] * 4), staged
+    staged = stager.wait(stager.stage({"a": weight, "b": weight}))
+    staged["a"].fill_(7.0)
+    assert staged["b"].tolist() == [7.0] * 4, staged
 
 
 def structure_changed_between_stages(stager: Any) -> None:
@@ -263,11 +282,11 @@ def snapshot_after_a_failed_stage(stager: Any) -> None:
 
 def snapshot_after_close(stager: Any) -> None:
     """A snapshot outlives its stager."""
-    staged = stager.wait(stager.stage({"w": torch.arange(64.0)}))
+    first, staged = (stager.wait(stager.stage({"w": torch.arange(64.0)})) for _ in range(2))
     stager.close()
     gc.collect()
     others = [torch.full((64,), -1.0) for _ in range(8)]
-    assert staged["w"].tolist() == list(range(64)), staged
+    assert first["w"].tolist() == staged["w"].tolist() == list(range(64)), (first, staged)
     del others
 
 
@@ -297,9 +316,40 @@ def uneven_shards(gather: Any) -> None:
 
 def shards_of_another_dim(gather: Any) -> None:
     """Shards of any dim come together along it."""
-    whole = torch.arange(12.0).view(3, 4)
-    result = gather({"w": _sharded(whole, 1)})
-    assert result["w"].tolist() == whole.tolist(), result
+    size = 2 * dist.get_world_size()
+    whole = [torch.arange(3.0 * size).view(3, size), torch.arange(3 * (size + 1)).view(3, size + 1)]
+    result = gather({"w": [_sharded(tensor, 1) for tensor in whole]})
+    for tensor, expected in zip(result["w"], whole, strict=True):
+        assert (tensor.dtype, tensor.tolist()) == (expected.dtype, expected.tolist()), result
+
+
+def replicated_tensors(gather: Any) -> None:
+    """What all ranks hold is gathered into memory of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    own = torch.arange(1.0, 5.0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    held = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+    result = gather({"w": held})
+    assert result["w"].tolist() == [1.0, 2.0, 3.0, 4.0], result
+    result["w"].fill_(7.0)
+    assert own.tolist() == [1.0, 2.0, 3.0, 4.0], "the result is the state's own memory"
+
+
+def tied_shards(gather: Any) -> None:
+    """One distributed tensor in two places is one tensor in the result."""
+    held = _sharded(torch.arange(4.0))
+    result = gather({"embed": held, "head": held})
+    result["embed"].fill_(7.0)
+    assert result["head"].tolist() == [7.0] * 4, result
+
+
+def shards_changed(gather: Any) -> None:
+    """The shards themselves are not changed."""
+    own = torch.arange(4.0) + dist.get_rank()
+    gather({"w": _made_of(own), "sum": _made_of(own, summed=True)})
+    assert own.tolist() == [float(at + dist.get_rank()) for at in range(4)], own
 
 
 def partial_sums(gather: Any) -> None:
@@ -319,10 +369,13 @@ def shards_that_are_not_contiguous(gather: Any) -> None:
 
 def dtypes_without_arithmetic(gather: Any) -> None:
     """Every dtype is gathered bit for bit."""
-    whole = torch.arange(1, 4 * dist.get_world_size() + 1, dtype=torch.uint8)
-    own = whole.chunk(dist.get_world_size())[dist.get_rank()].clone().view(torch.float8_e4m3fn)
-    result = gather({"w": _made_of(own)})
-    assert result["w"].view(torch.uint8).tolist() == whole.tolist(), result
+    bits = torch.arange(1, 48 * dist.get_world_size() + 1).to(torch.uint8)
+    own = bits.chunk(dist.get_world_size())[dist.get_rank()]
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+    result = gather({"w": [_made_of(own.clone().view(dtype)) for dtype in dtypes]})
+    for tensor, dtype in zip(result["w"], dtypes, strict=True):
+        assert tensor.dtype is dtype, (dtype, tensor.dtype)
+        assert tensor.view(torch.uint8).tolist() == bits.tolist(), (dtype, tensor)
 
 
 def order_of_keys(gather: Any) -> None:

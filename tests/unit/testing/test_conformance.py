@@ -142,9 +142,73 @@ def shard_alone(state):
     return st.map_leaves(one, state)
 
 
+def apart(state):
+    return mapped(torch.clone, st.gather(state))
+
+
+def emptied(state):
+    result = st.gather(state)
+    st.map_leaves(lambda leaf: leaf.to_local().zero_() if isinstance(leaf, torch.Tensor) else leaf, state)
+    return result
+
+
 def test_each_fault_of_gathers_is_found_in_a_gather_that_has_it():
-    found = conformance(gather=shard_alone)
-    assert set(found.failed) == {fault.name for fault in FAULTS if fault.kind == "gather"}
+    found = [set(conformance(gather=gather).failed) for gather in (shard_alone, apart, emptied)]
+    assert found[1:] == [{"tied_shards"}, {"shards_changed", "replicated_tensors"}]
+    assert set().union(*found) == {fault.name for fault in FAULTS if fault.kind == "gather"}
+
+
+def only(chosen, change):
+    """A copy that is wrong for some tensors only."""
+    return lambda tree: st.map_leaves(
+        lambda leaf, copied: change(leaf, copied) if isinstance(leaf, torch.Tensor) and chosen(leaf) else copied,
+        tree,
+        st.offload(tree),
+    )
+
+
+NARROW = {
+    "integers are aliases": (only(lambda t: t.dtype == torch.int64, lambda t, _: t), "alias_kept"),
+    "0-d tensors are aliases": (only(lambda t: t.dim() == 0, lambda t, _: t), "alias_kept"),
+    "3-d tensors are aliases": (only(lambda t: t.dim() == 3, lambda t, _: t), "alias_kept"),
+    "float64 is rounded": (
+        only(lambda t: t.dtype == torch.float64, lambda _, c: c.float().double()),
+        "bits_of_every_dtype",
+    ),
+    "payloads of float16": (
+        only(lambda t: t.dtype == torch.float16, lambda _, c: c.nan_to_num(float("nan"))),
+        "bits_of_every_dtype",
+    ),
+    "int64 becomes int32": (only(lambda t: t.dtype == torch.int64, lambda _, c: c.int()), "bits_of_every_dtype"),
+    "sparse becomes dense": (only(lambda t: t.is_sparse, lambda _, c: c.to_dense()), "sparse_tensor"),
+    "integers of the state grow": (
+        only(lambda t: t.dtype == torch.int64 and not t.is_sparse, lambda t, c: (t.add_(1), c)[1]),
+        "state_changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_wrong_for_some_tensors_is_found(name):
+    copied, fault = NARROW[name]
+    assert fault in conformance(copy=copied).failed
+
+
+class Ring(Keeps):
+    """Overwrites the fifth snapshot before."""
+
+    def stage(self, state):
+        made, number = st.offload(state), len(self.kept) % 5
+        try:
+            made = st.copy_into(made, self.kept[number, True])
+        except (KeyError, st.StateTreeError):
+            self.kept[number, True] = made
+        self.kept[len(self.kept)] = None
+        return made
+
+
+def test_a_ring_of_five_snapshots_is_found():
+    assert "view_of_a_snapshot" in conformance(stager=lambda: Ring(None)).failed
 
 
 def test_statetree_has_none():
