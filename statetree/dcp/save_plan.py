@@ -27,8 +27,8 @@ class Holdings(NamedTuple):
     inseparable: dict[str, tuple[str, ...]]
     packed: set[str]  # which of these only the structure of the first rank says how to put together
     dcp_paths: dict[str, tuple[str | int, ...]]
-    #: What stands for each leaf in the checkpoint, by the texts of the keys of its path.
-    keys: dict[tuple[str, ...], str]
+    #: The key of each leaf in the checkpoint, by the texts of the keys of its path.
+    names: dict[tuple[str, ...], str]
     #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
     assumed: dict[str, tuple[int, ...]]
     #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
@@ -43,9 +43,9 @@ def check_keys(told: Sequence[Holdings]) -> None:
     leaves: dict[str, tuple[str, ...]] = {}
     names: dict[tuple[str, ...], str] = {}
     for rank, one in enumerate(told):
-        if rank and one.keys == told[0].keys:
+        if rank and one.names == told[0].names:
             continue
-        for keys, name in one.keys.items():
+        for keys, name in one.names.items():
             other, known = leaves.setdefault(name, keys), names.setdefault(keys, name)
             if other != keys:
                 got = f"{list(map(shown_key, other))} and, on rank {rank}, {list(map(shown_key, keys))}"

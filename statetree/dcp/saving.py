@@ -170,7 +170,7 @@ class StateSave:
         saved = []
         for path, key, value, dcp_path in entries:
             steps = (*map(key_text, path),)
-            self._told.keys[steps] = key
+            self._told.names[steps] = key
             content = content_of("save", value, path, ranks)
             keys: tuple[str, ...] = (key,)
             if content.sort == PARTS_ENTRY:

@@ -130,10 +130,12 @@ def alone_in(directory: Path) -> Iterator[None]:
 class _Lock:
     """A handle on which a lock may lie. If an interrupt comes as it is released, it is when nobody refers to it."""
 
+    handle = -1  # for an interrupt that comes before the first line of ``__init__``
+
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self._process = os.getpid()
-        renew_after_fork(self, _Lock.close)  # the parent may be killed before it is done
+        renew_after_fork(self, _leave_to_the_parent)
 
     def release(self) -> None:
         """Unlock, and close the handle."""
@@ -150,6 +152,12 @@ class _Lock:
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
+
+
+def _leave_to_the_parent(lock: _Lock) -> None:
+    """In a forked process: let go of a directory that the parent is alone in, which may be killed before it is done."""
+    with suppress(OSError):
+        lock.close()
 
 
 def _is_same_file(new: Path, old: Path) -> bool:

@@ -49,11 +49,14 @@ class FileIdentity(NamedTuple):
 class _Handle:
     """A descriptor, which is closed when nothing refers to it: not while a thread reads, whatever others open."""
 
+    number = -1  # for an interrupt that comes before the first line of ``__init__``
+
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone
-        close(self.number)
+        if self.number >= 0:
+            close(self.number)
 
 
 class OpenFiles:
@@ -114,6 +117,7 @@ class OpenFiles:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
         about = os.fstat(handle.number)
         if not stat.S_ISREG(about.st_mode):
+            del handle  # which the error would keep open
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
         identity = FileIdentity.of(about)
         is_first = self._identities.setdefault(path, identity) is identity

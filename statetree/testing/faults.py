@@ -318,9 +318,10 @@ def shards_of_another_dim(gather: Any) -> None:
     """Shards of any dim come together along it."""
     size = 2 * dist.get_world_size()
     whole = [torch.arange(3.0 * size).view(3, size), torch.arange(3 * (size + 1)).view(3, size + 1)]
-    result = gather({"w": [_sharded(tensor, 1) for tensor in whole]})
-    for tensor, expected in zip(result["w"], whole, strict=True):
-        assert (tensor.dtype, tensor.tolist()) == (expected.dtype, expected.tolist()), result
+    result = gather({f"w{at}": _sharded(tensor, 1) for at, tensor in enumerate(whole)})
+    for at, tensor in enumerate(whole):
+        found = result[f"w{at}"]
+        assert (found.dtype, found.tolist()) == (tensor.dtype, tensor.tolist()), found
 
 
 def replicated_tensors(gather: Any) -> None:
@@ -372,10 +373,10 @@ def dtypes_without_arithmetic(gather: Any) -> None:
     bits = torch.arange(1, 48 * dist.get_world_size() + 1).to(torch.uint8)
     own = bits.chunk(dist.get_world_size())[dist.get_rank()]
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64, torch.int64)
-    result = gather({"w": [_made_of(own.clone().view(dtype)) for dtype in dtypes]})
-    for tensor, dtype in zip(result["w"], dtypes, strict=True):
-        assert tensor.dtype is dtype, (dtype, tensor.dtype)
-        assert tensor.view(torch.uint8).tolist() == bits.tolist(), (dtype, tensor)
+    result = gather({str(dtype): _made_of(own.clone().view(dtype)) for dtype in dtypes})
+    for dtype in dtypes:
+        found = result[str(dtype)]
+        assert (found.dtype, found.view(torch.uint8).tolist()) == (dtype, bits.tolist()), found
 
 
 def order_of_keys(gather: Any) -> None:

@@ -93,7 +93,8 @@ class _Context(NamedTuple):
     stride: tuple[int, ...]
     requires_grad: bool
     places: tuple[int, ...] = ()  # of tensors among the leaves of the metadata
-    doubtful: _Context | None = None  # where what may be the shape or something else is the shape
+    #: The context in which whatever equals the shape is taken for it, if it is not clear that all of it is.
+    doubtful: _Context | None = None
 
     def without_tensors(self) -> tuple[list[torch.Tensor], _Context]:
         """Return the tensors in the metadata, and a context that waits for others in their places."""
@@ -116,13 +117,16 @@ class _Context(NamedTuple):
     def _renamed(self, shape: tuple[int, ...], stride: tuple[int, ...], *, every: bool) -> _Context:
         before = tuple(self.shape)
         # One row has the shape of a block of one row (scales by rows). The block stays as it is where rows are added.
-        is_sure = every or all(old != 1 or old == new for old, new in zip(before, shape, strict=True))
+        is_sure = every or all(old != 1 or old == new for old, new in zip(before, shape, strict=False))
+
+        def is_shape(name: Any) -> bool:
+            return isinstance(name, str) and name.endswith("shape") and "block" not in name
 
         def renamed(value: Any, name: Any = "") -> Any:
             if isinstance(value, (list, tuple)) and tuple(value) == before and all(type(size) is int for size in value):
                 if isinstance(value, torch.Size):
                     return torch.Size(shape)
-                return type(value)(shape) if is_sure or "shape" in str(name) else value
+                return type(value)(shape) if is_sure or is_shape(name) else value
             if type(value) in (list, tuple):
                 return type(value)(map(renamed, value))
             return {key: renamed(item, key) for key, item in value.items()} if type(value) is dict else value

@@ -158,6 +158,17 @@ def test_each_fault_of_gathers_is_found_in_a_gather_that_has_it():
     assert set().union(*found) == {fault.name for fault in FAULTS if fault.kind == "gather"}
 
 
+def flat(state):
+    """Gather the values of a dict, each for itself, and look into no container."""
+    from torch.distributed.tensor import DTensor
+
+    return {name: leaf.full_tensor().clone() if isinstance(leaf, DTensor) else leaf for name, leaf in state.items()}
+
+
+def test_a_gather_of_flat_dicts_is_blamed_for_nothing_else():
+    assert set(conformance(gather=flat).failed) <= {"tied_shards", "order_of_keys"}
+
+
 def only(chosen, change):
     """A copy that is wrong for some tensors only."""
     return lambda tree: st.map_leaves(
