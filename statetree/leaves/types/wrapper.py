@@ -110,14 +110,15 @@ class _Context(NamedTuple):
 
     def reshaped(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Context:
         """Return a context in which whatever is the shape, also in the metadata, is another one."""
-        sure = self._renamed(shape, stride, every=False)
-        every = self._renamed(shape, stride, every=True)
+        every = self._renamed(shape, stride, is_sure=True)
+        # One row has the shape of a block of one row (scales by rows). The block stays as it is where rows are added.
+        if all(old != 1 or old == new for old, new in zip(self.shape, shape, strict=False)):
+            return every
+        sure = self._renamed(shape, stride, is_sure=False)
         return sure if same_value(sure.metadata, every.metadata) else sure._replace(doubtful=every)
 
-    def _renamed(self, shape: tuple[int, ...], stride: tuple[int, ...], *, every: bool) -> _Context:
+    def _renamed(self, shape: tuple[int, ...], stride: tuple[int, ...], *, is_sure: bool) -> _Context:
         before = tuple(self.shape)
-        # One row has the shape of a block of one row (scales by rows). The block stays as it is where rows are added.
-        is_sure = every or all(old != 1 or old == new for old, new in zip(before, shape, strict=False))
 
         def is_shape(name: Any) -> bool:
             return isinstance(name, str) and name.endswith("shape") and "block" not in name
