@@ -126,7 +126,7 @@ class DataFiles:
             found = archive.stated(whole)
             if found is None or (self.described.files is not None and found[1] != stored.checksum):
                 return None
-            place = place.checked("the member 'archive/data/0'", found[0])
+            place = place.checked("the member 'archive/data/0'", found[0], stored.marks)
         elif whole.read(0, len(archive.head), "its beginning") != archive.head or (
             verify and whole.checksum(0, whole.length) != stored.checksum
         ):

@@ -19,7 +19,7 @@ import torch
 
 from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, check_file, read_manifest, trailer
 from statetree.errors import CheckpointError
-from statetree.files.crc32 import crc32
+from statetree.files.block_checksums import RunningChecksum
 from statetree.files.publishing import begin_to_sync
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
@@ -93,7 +93,7 @@ class DataWriter:
             end = FileEnd(file.fileno())
             for index in values_first:
                 at, source = end.at, PieceSource(self._pieces[index].data)
-                pieces.append(ManifestPiece(*index, at, source.length, source.write(end)))
+                pieces.append(ManifestPiece(*index, at, source.length, *source.write(end)))
                 yield
             end.add(trailer(self._save))
             end.write()
@@ -187,19 +187,19 @@ class PieceSource:
         self._in_place = is_here and self._data.is_contiguous()
         self.length = self._archive.length if self._archive else self._data.nbytes  # how many bytes are written
 
-    def write(self, end: FileEnd) -> int:
-        """Write it as DCP does, and return its CRC-32."""
-        archive, checksum = self._archive, 0
+    def write(self, end: FileEnd) -> tuple[int, str]:
+        """Write it as DCP does, and return its CRC-32, and those of a tensor's blocks (``RunningChecksum.marks``)."""
+        archive, running = self._archive, RunningChecksum(self._data.nbytes)
         if archive:
             end.add(archive.head)
         for block in self._blocks():
-            checksum = crc32(block, checksum)
+            running.add(block)
             end.add(block)
         if not archive:
-            return checksum
-        after = archive.end(checksum)
+            return running.value, ""
+        after = archive.end(running.value)
         end.add(after)
-        return archive.checksum(checksum, after)
+        return archive.checksum(running.value, after), running.marks
 
     def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
         """Whether a piece of a file was written from the same, and holds it still."""

@@ -33,6 +33,7 @@ ID_PREFIX: Final = "statetree:"
 _TRAILER: Final = b"\nstatetree save "
 TRAILER_BYTES: Final = len(_TRAILER) + 32
 _ID: Final = re.compile(r"[0-9a-f]{32}")
+_MARKS: Final = re.compile(r"[0-9a-f]*")
 _NAME: Final = re.compile(r"[^/\\\0]+\.distcp")
 
 
@@ -44,13 +45,17 @@ class Index(NamedTuple):
 
 
 class ManifestPiece(NamedTuple):
-    """A piece in a data file: which, where it begins in the file, how many bytes it has, and their CRC-32."""
+    """A piece in a data file: which, where it begins in the file, how many bytes it has, and their CRC-32.
+
+    ``marks`` are those of the blocks of a tensor's memory, so that a part of it is compared alone (``BlockChecksums``).
+    """
 
     key: str
     start: tuple[int, ...] | None
     offset: int
     length: int
     checksum: int
+    marks: str = ""
 
     @property
     def which(self) -> Index:
@@ -82,9 +87,10 @@ class FileManifest(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
-        files = {
-            name: [file.save, file.nbytes, [list(piece) for piece in file.pieces]] for name, file in self.files.items()
+        rows = {
+            name: [found if found.marks else found[:-1] for found in file.pieces] for name, file in self.files.items()
         }
+        files = {name: [file.save, file.nbytes, rows[name]] for name, file in self.files.items()}
         table = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
         table["entries"] = self.entries
         if self.metric is not None:
@@ -159,11 +165,11 @@ def _parsed(table: Any) -> FileManifest:
     return FileManifest(table["save"], (nbytes, checksum), files, metric, *more)
 
 
-def _piece(key: Any, start: Any, offset: Any, length: Any, checksum: Any) -> ManifestPiece:
-    if type(key) is not str:
+def _piece(key: Any, start: Any, offset: Any, length: Any, checksum: Any, marks: Any = "") -> ManifestPiece:
+    if type(key) is not str or not _MARKS.fullmatch(marks):
         raise TypeError
     at = None if start is None else (*map(_number, start),)
-    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum))
+    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), marks)
 
 
 def _number(value: Any) -> int:

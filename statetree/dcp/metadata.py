@@ -53,12 +53,13 @@ class StoredEntry(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where a piece lies: a file's name in the checkpoint's directory, an offset and a length; and its CRC-32."""
+    """Where a piece lies: a file's name in the checkpoint's directory, an offset and a length; and its checksums."""
 
     name: str
     offset: int
     length: int
     checksum: int | None = None
+    marks: str = ""
 
 
 class Described(NamedTuple):
@@ -109,7 +110,7 @@ def _listed(manifest: FileManifest) -> Described:
     """Return what a manifest tells of the metadata that it was written with."""
     entries = {key: StoredEntry() if row is None else _listed_tensor(*row) for key, row in manifest.entries.items()}
     pieces = {
-        piece.which: Stored(name, piece.offset, piece.length, piece.checksum)
+        piece.which: Stored(name, piece.offset, piece.length, piece.checksum, piece.marks)
         for name, file in manifest.files.items()
         for piece in file.pieces
     }

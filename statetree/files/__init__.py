@@ -18,7 +18,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
   ``tensor_archives``: what ``torch.save`` writes of a tensor.
 - ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names
   in them stand for; ``untrusted``: names and texts out of files.
-- ``crc32``: CRC-32, by the fastest library that is installed; ``two_threads``: who waits, and who sums up.
+- ``crc32``: CRC-32, by the fastest library that is installed; ``block_checksums``: those of the blocks of a range;
+  ``two_threads``: who waits, and who sums up.
 """
 
 import _imp

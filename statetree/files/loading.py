@@ -101,7 +101,9 @@ def load(
         cast: Convert dtypes, as ``copy_into`` does.
         strict: Whether the checkpoint must have all leaves to load, and (without ``where``) no others. Otherwise leaves
             that only one side has are left alone.
-        verify: Whether what is read is compared with its checksums first, where the checkpoint has some.
+        verify: Whether what is read is compared with its checksums first, where the checkpoint has some. Directories
+            that ``save`` wrote have one for each block of a tensor (128 KiB, or up to 1/64 of what one rank saved of
+            it), torch files and those that DCP wrote one for each tensor or piece: it is read to be compared.
         weights_only: Whether the plain values of a DCP directory are read by the rules of
             ``torch.load(weights_only=True)``. With ``False``, what the checkpoint holds may run any code.
         group: The ranks that hold ``like``; by default all.

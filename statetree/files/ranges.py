@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import check_later
+from statetree.files.block_checksums import BlockChecksums, marks_length
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
 
@@ -73,6 +74,7 @@ class OpenFiles:
         self.verify = verify
         self.weights_only = weights_only
         self.nbytes_read = 0  # for tests that count them; mapped memory is not counted
+        self.last_block: tuple[Path, int, memoryview] | None = None  # which more is read of, where rows are cut
         self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
@@ -189,7 +191,7 @@ class FileRange:
         self.length = length
         self._entry = entry
         self._held = held
-        self._checksum: tuple[str, int] | None = None  # ``None`` once it was compared
+        self._checksums: BlockChecksums | None = None  # ``None`` once all of it was compared
 
     @property
     def label(self) -> str:
@@ -219,10 +221,12 @@ class FileRange:
         held = None if self._held is None else self._held[start : start + length]
         return FileRange(self.files, self.path, self.start + start, length, entry, held)
 
-    def checked(self, what: str, checksum: int) -> FileRange:
-        """Return the same bytes, which ``fill`` and ``mapped`` compare with a CRC-32, once."""
+    def checked(self, what: str, checksum: int, marks: str = "") -> FileRange:
+        """Return the same bytes, which ``fill`` and ``mapped`` compare with checksums, once: ``BlockChecksums``."""
         found = FileRange(self.files, self.path, self.start, self.length, self._entry, self._held)
-        found._checksum = what, checksum
+        if marks and len(marks) != marks_length(self.length):
+            refuse(self.label, f"{what} has {len(marks)} digits of checksums: expected {marks_length(self.length)}")
+        found._checksums = BlockChecksums(what, checksum, self.length, marks)
         return found
 
     def read(self, start: int, length: int, entry: str) -> bytes:
@@ -236,19 +240,38 @@ class FileRange:
         return bytes(found)
 
     def fill(self, view: memoryview, start: int) -> None:
-        """Fill memory with the bytes from ``start`` on, which must lie inside. Any wrong byte of the range raises."""
-        if self._checksum is None or len(view) < self.length:
-            self.verify()
+        """Fill memory with the bytes from ``start`` on, which must lie inside.
+
+        A wrong byte raises, also one that was not asked for in the same block, which is all if there are no blocks.
+        """
+        checksums, stop = self._checksums, start + len(view)
+        if checksums is None:
             self._fill(view, start)
             return
-        found = 0
-        # Blocks are in the processor's cache when they are summed up. What is fetched comes in few requests.
-        step = max(1, self.length) if self.files.is_remote else CHUNK_BYTES
-        for at in range(0, self.length, step):
-            block = view[at : at + step]
-            self._fill(block, at)
-            found = crc32(block, found)
-        self._compare(found)
+        for low, high in checksums.around(start, stop):
+            first, last = max(low, start), min(high, stop)
+            wanted = view[first - start : last - start]
+            if not checksums.is_known(low, high) and high - low == len(wanted):
+                self._fill_compared(wanted, low, checksums)
+            elif (block := self._block(checksums, low, high)) is not None:
+                wanted[:] = block[first - low : last - low]
+            else:
+                self._compare(checksums, low, high)
+                self._fill(wanted, first)
+
+    def _block(self, checksums: BlockChecksums, start: int, stop: int) -> memoryview | None:
+        """Return a block of which a part is needed, unless it is large, in memory, or was compared and let go."""
+        if self._held is not None:
+            return None
+        place, last = (self.path, self.start + start), self.files.last_block
+        if last is not None and last[:2] == place and len(last[2]) == stop - start:
+            return last[2]
+        if checksums.is_known(start, stop) or stop - start > BUCKET_BYTES:
+            return None
+        block = memoryview(bytearray(stop - start))
+        self._fill_compared(block, start, checksums)
+        self.files.last_block = (*place, block)
+        return block
 
     def _fill(self, view: memoryview, start: int) -> None:
         if self._held is not None:
@@ -256,16 +279,33 @@ class FileRange:
         else:
             self.files.fill(self.path, view, self.start + start, self.label)
 
+    def _fill_compared(self, view: memoryview, start: int, checksums: BlockChecksums) -> None:
+        """Fill memory with whole blocks."""
+        found, stop = checksums.upto(start), start + len(view)
+        # Pieces are in the processor's cache when they are summed up. What is fetched comes in few requests.
+        step = max(1, len(view)) if self.files.is_remote else CHUNK_BYTES
+        for at in range(0, len(view), step):
+            piece = view[at : at + step]
+            self._fill(piece, start + at)
+            found = crc32(piece, found)
+        self._settle(checksums, start, stop, found)
+
     def verify(self) -> None:
         """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
-        if self._checksum is not None:
-            self._compare(self.checksum(0, self.length))
+        if self._checksums is not None:
+            self._compare(self._checksums, 0, self.length)
 
-    def _compare(self, found: int) -> None:
-        if self._checksum is not None and found != self._checksum[1]:
-            what, expected = self._checksum
-            refuse(self.label, f"{what} has the checksum {found:08x}: expected {expected:08x}")
-        self._checksum = None
+    def _compare(self, checksums: BlockChecksums, start: int, stop: int) -> None:
+        """Read whole blocks to compare them, unless that was done."""
+        if not checksums.is_known(start, stop):
+            self._settle(checksums, start, stop, self.checksum(start, stop - start, checksums.upto(start)))
+
+    def _settle(self, checksums: BlockChecksums, start: int, stop: int, found: int) -> None:
+        expected = checksums.upto(stop)
+        if found != expected:
+            refuse(self.label, f"{checksums.what} has the checksum {found:08x}: expected {expected:08x}")
+        if checksums.know(start, stop):
+            self._checksums = None
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
         """Yield bytes block by block, in memory that the next block takes again."""
@@ -278,11 +318,11 @@ class FileRange:
         if self._held is None:
             self.files.check(self.path)
 
-    def checksum(self, start: int, length: int) -> int:
-        """Return the CRC-32 of bytes, which are read block by block."""
+    def checksum(self, start: int, length: int, before: int = 0) -> int:
+        """Return the CRC-32 of bytes, which are read block by block. ``before`` is that of what lies before them."""
         if self._held is not None:
-            return crc32(self._held[start : start + length])
-        found = 0
+            return crc32(self._held[start : start + length], before)
+        found = before
         for view in self.blocks(start, length):
             found = crc32(view, found)
         return found

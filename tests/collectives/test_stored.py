@@ -79,6 +79,30 @@ def test_each_rank_reads_its_own_bytes(name, file, world_size, tmp_path):
     run_ranks(world_size, load_in_every_way, str(write(state, tmp_path / file)), name)
 
 
+def load_compared(path, placements):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    like = {"w": distribute_tensor(torch.zeros(1024, 1024), mesh, placements)}
+    headers = counted(lambda: open_file(path))[1]
+    loaded, nbytes = counted(lambda: st.load(path, like))
+    assert torch.equal(loaded["w"].full_tensor(), torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024))
+    return (nbytes - headers) / loaded["w"].to_local().nbytes
+
+
+@pytest.mark.parametrize(
+    ("placement", "most"),
+    [
+        pytest.param(Shard(0), 1.01, id="rows, which are blocks"),
+        pytest.param(Shard(1), 2.01, id="columns, which lie in all blocks"),
+        pytest.param(Replicate(), 1.01, id="all"),
+    ],
+)
+def test_only_blocks_that_hold_its_own_elements_are_compared_by_a_rank(placement, most, tmp_path):
+    state = {"w": torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)}
+    st.save(state, tmp_path / "a")
+    for ratio in run_ranks(2, load_compared, str(tmp_path / "a"), [placement]):
+        assert ratio <= most
+
+
 def load_tied(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     embedding = distribute_tensor(torch.zeros(2, 3), mesh, [Shard(0)])  # the last rank has none of it

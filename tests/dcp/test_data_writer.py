@@ -28,7 +28,7 @@ def stored(path, data):
     source = PieceSource(data)
     with path.open("wb") as file:
         end = FileEnd(file.fileno(), 6)
-        checksum = source.write(end)
+        checksum, _ = source.write(end)
         end.write()
         assert end.at == 6 + source.length
     path.write_bytes(path.read_bytes() + b"behind")

@@ -22,7 +22,7 @@ import statetree
 from statetree import dcp
 from statetree.dcp import data_writer, saving
 from statetree.dcp.data_writer import DataWriter
-from statetree.files import tensor_archives
+from statetree.files import block_checksums, tensor_archives
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
 from tests.pace import units
@@ -171,7 +171,7 @@ def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, tmp_path, mo
 
             state["w"] += 1
             with monkeypatch.context() as patch:
-                for module in (data_writer, tensor_archives):
+                for module in (block_checksums, tensor_archives):
                     patch.setattr(module, "crc32", planted(zlib.crc32))
                 patch.setattr(os, "pwritev", planted(os.pwritev))
                 try:
@@ -201,7 +201,7 @@ def interrupted_on_one_rank(directory):
     tensor = distribute_tensor(torch.arange(40.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(data_writer, "crc32", interrupt)
+            patch.setattr(block_checksums, "crc32", interrupt)
         rank = dist.get_rank()
         error, message = (KeyboardInterrupt, "") if rank else (statetree.CheckpointError, "rank 1: KeyboardInterrupt")
         with pytest.raises(error, match=message):
