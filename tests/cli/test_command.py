@@ -83,6 +83,7 @@ def test_nobody_reading_is_not_a_difference(command, files):
     assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_out_is_a_failure(files):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "statetree", "show", str(files[0])]
@@ -185,6 +186,7 @@ def test_converting_takes_little_memory_however_large_the_file(name, tmp_path):
     assert ran.returncode == bool(cast), ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_lies_about_sizes_take_no_memory(tmp_path):
     ran = limited(64 << 20, "show", bomb(tmp_path / "a.pt", 256 << 20))
     assert ran.returncode == 2

@@ -199,6 +199,7 @@ def published(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_large_integers_are_measured_exactly(one, other, max_abs, tmp_path, stat
         assert ("value" in [row["kind"] for row in within]) == (max_abs in (1, 3, 2**64, "inf", 1e-310))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, BUCKET_BYTES - 1, BUCKET_BYTES, BUCKET_BYTES + 5])
 def test_differences_are_found_beyond_the_first_bucket(start, tmp_path, statetree):
     state = {"w": torch.zeros(BUCKET_BYTES + 6, dtype=torch.uint8)}

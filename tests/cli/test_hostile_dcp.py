@@ -74,6 +74,7 @@ def test_code_in_the_metadata_does_not_run(where, directory, tmp_path, statetree
     assert not (tmp_path / "statetree_was_here").exists()
 
 
+@pytest.mark.slow
 def test_deep_metadata_cannot_crash_the_process(directory, statetree):
     (directory / ".metadata").write_bytes(nested_keys(1_000_000))
     refused(statetree("show", directory))

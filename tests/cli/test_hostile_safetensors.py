@@ -92,6 +92,7 @@ def test_truncated_files_are_refused_wherever_they_end(tmp_path, statetree):
     refused(statetree("show", path), "the file has")
 
 
+@pytest.mark.slow
 def test_many_keys_are_shown(tmp_path, statetree):
     count = 30_000
     header = {f"k{index}": entry(index, index + 1, (1,), "U8") for index in range(count)}

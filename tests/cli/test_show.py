@@ -344,6 +344,7 @@ def test_statistics_of_elements(name, tmp_path, statetree):
     assert "min -1, max 3, mean 1, std 1.581, 1 NaN, 1 inf, 1 zero" in statetree("show", "--stats", path).out
 
 
+@pytest.mark.slow
 def test_statistics_of_many_buckets_are_those_of_the_whole(tmp_path, statetree, monkeypatch):
     monkeypatch.setattr("statetree.files.strided_reading.BUCKET_BYTES", 64)
     values = (torch.arange(1000, dtype=torch.float64) * 37 % 101).view(10, 100) + 1e6

@@ -60,6 +60,7 @@ def test_a_state_that_did_not_change_at_all(tmp_path):
         assert_trees_equal(saved.restore(), state_of(0))
 
 
+@pytest.mark.slow
 def test_many_small_tensors_come_to_lie_apart_from_those_that_change(tmp_path):
     def state(step):
         return {str(number): torch.arange(10) + number + (step if number % 100 == 0 else 0) for number in range(1000)}

@@ -190,6 +190,7 @@ def save_for_ever(near, far, started):
             started.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)], ids="{} kills".format)
 def test_a_kill_in_mid_upload_leaves_whole_steps(count, tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"

@@ -148,6 +148,7 @@ BOMBS = {
 QUICK_BOMBS = ["a deep key", "shared lists"]  # in one process, which takes longer to start than to load
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's way to tell how much memory is in use")
 @pytest.mark.parametrize(
     "names",

@@ -55,7 +55,7 @@ def convert(rules, sizes, left, right, seed):
         check(place, after)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @given(batch=batches(hyp.tuples(conversions(), hyp.integers(0, 99))))
 @as_many()
 def test_shards_go_through_conversions_as_whole_tensors_do(world_size, batch):

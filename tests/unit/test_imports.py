@@ -103,6 +103,7 @@ def test_names_load_nothing_slow_or_optional():
     assert [name for name in LAZY if name in loaded] == []
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_what_was_imported_first():
     code = """if True:
         import {first}, statetree, sys
@@ -113,6 +114,7 @@ def test_names_do_not_depend_on_what_was_imported_first():
     assert run_each([code.format(first=first) for first in firsts]) == [""] * len(firsts)
 
 
+@pytest.mark.slow
 def test_all_names_are_seen_whichever_way_they_are_asked_for():
     ways = (
         "import statetree; print(*statetree.__all__)",
@@ -148,6 +150,7 @@ def test_a_name_costs_its_own_modules_alone():
     assert [name for name in loaded if name.startswith(("statetree.t", "torch", "optree"))] == []
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_an_attribute_from_then_on():
     code = "import statetree; statetree.flatten; assert 'flatten' in vars(statetree); assert statetree.files.open"
     assert run_each([code, "import statetree; assert statetree.files.save is statetree.save"]) == ["", ""]
@@ -159,6 +162,7 @@ def test_a_name_that_is_not_there_is_named():
     assert not hasattr(statetree, "_gathr")
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_can_be_made_again():
     code = """if True:
         import sys, statetree
@@ -175,6 +179,7 @@ def test_an_import_that_fails_can_be_made_again():
     assert run_each([code]) == [""]
 
 
+@pytest.mark.slow
 def test_threads_may_ask_for_names_at_once():
     code = """if True:
         import statetree, statetree.files, sys, threading

@@ -45,6 +45,7 @@ def test_tests_that_are_to_notice_mutants_are_there():
         assert [name for name in mutation.tests_of(module) if not (ROOT / "tests" / name).exists()] == []
 
 
+@pytest.mark.slow
 def test_mutants_that_nothing_can_notice_are_still_there():
     stale = []
     for module in {module for module, _, _ in mutation.EQUIVALENT}:

@@ -9,6 +9,7 @@ import statetree as st
 from statetree.torch_internals import as_integers, copy_all, count_references, own_references, storage_key
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_compiled_code_may_call_transforms():
     def step(x):

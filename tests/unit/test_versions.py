@@ -27,6 +27,7 @@ def test_a_run_takes_the_place_of_the_last_one_of_its_version(page):
     assert second.startswith("| 2.15.0 | 0.20 | 3.12 | 10,000 | 5 | 0 |")
 
 
+@pytest.mark.slow
 def test_outcomes_are_counted(tmp_path):
     tests = tmp_path / "test_three.py"
     tests.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('c')\n")
@@ -34,6 +35,7 @@ def test_outcomes_are_counted(tmp_path):
     assert (outcome.passed, outcome.skipped, outcome.failed) == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_run_without_tests_is_no_success(tmp_path):
     with pytest.raises(SystemExit, match="the tests did not run"):
         run(sys.executable, [str(tmp_path), "--rootdir", str(tmp_path)])

@@ -44,6 +44,7 @@ if why_not_restorable(Path(sys.argv[1]).read_bytes()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICKLES)
 def test_deep_values_where_something_else_belongs_are_refused(name, tmp_path):
     path = archive(tmp_path / "a.pt", b"\x80\x02" + PICKLES[name])

@@ -26,6 +26,7 @@ except st.CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_file_that_is_too_large_for_the_system(is_there, name, tmp_path):

@@ -207,6 +207,7 @@ def test_what_notebooks_keep_is_bounded():
     assert len(spec._repr_html_()) < 2_000_000
 
 
+@pytest.mark.slow
 def test_large_and_deep_trees(tmp_path):
     text, _ = page_of(tmp_path, {f"layers.{number}.weight": bits(3) for number in range(10_000)})
     assert len(text) < 5_000_000

@@ -29,6 +29,7 @@ def meet(count, make):
         st.similarity(make(number), None, values=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_they_are_forgotten(make):
     value = make(9_999)
@@ -49,6 +50,7 @@ def test_structures_that_are_kept_still_equal_those_of_trees_of_the_same_class()
     assert type(st.unflatten(spec, leaves)) is cls
 
 
+@pytest.mark.slow
 def test_registered_classes_are_kept():
     leaf, container, atom = type("Leaf", (Opaque,), {}), type("Container", (Opaque,), {}), type("Atom", (Opaque,), {})
 

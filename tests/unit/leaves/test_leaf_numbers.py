@@ -78,6 +78,7 @@ print(st.digest({"sampler": Sampler(), "plain": {"apple", "pear", "plum"}}))
 """
 
 
+@pytest.mark.slow
 def test_digests_of_sets_are_equal_in_every_process():
     found = set()
     for seed in "12":

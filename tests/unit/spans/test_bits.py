@@ -120,6 +120,7 @@ def test_elements_that_differ_are_counted_exactly_where_they_are_many(dtype, tra
     assert not differ_in_more(a, a, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.complex128], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "conjugate"])
 def test_comparing_takes_a_few_megabytes(dtype, layout):

@@ -187,6 +187,7 @@ def test_what_a_forked_process_writes_to_plain_memory_is_not():
     assert view.tolist() == [1] * 8
 
 
+@pytest.mark.slow
 def test_what_a_spawned_process_writes_to_shared_memory_is_seen():
     assert_seen_elsewhere(shared_views(), torch.multiprocessing.get_context("spawn"))
 

@@ -89,6 +89,7 @@ print(len(os.listdir("/proc/self/fd")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "count", "size"),
     [
@@ -181,6 +182,7 @@ def test_a_staged_tree_is_the_same_memory_in_another_process():
             assert all(torch.equal(staged[key], 2 * tensor + 1) for key, tensor in state.items())
 
 
+@pytest.mark.slow
 def test_what_was_sent_is_never_written_again():
     with st.Stager(share_memory=True, max_snapshots=1) as stager:
         state = make_state()
@@ -324,12 +326,14 @@ def tiny_dev_shm():
     return prefix
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_is_no_limit(tiny_dev_shm):
     done = run(TINY, "file_descriptor", prefix=tiny_dev_shm)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "staged True\n"
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_is_a_clear_error_where_memory_is_shared_by_name(tiny_dev_shm):
     done = run(TINY, "file_system", prefix=tiny_dev_shm)
     assert done.returncode == 0, done.stderr

@@ -682,6 +682,7 @@ def test_modes_of_the_calling_thread(stager, options):
 # Threads
 
 
+@pytest.mark.slow
 def test_eight_threads_are_right_or_busy_and_never_mixed(options):
     with st.Stager(max_snapshots=SNAPSHOTS, **options) as stager:
         right, busy = eight_threads(stager, 60)

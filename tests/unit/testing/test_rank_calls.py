@@ -292,6 +292,7 @@ def test_where_a_rank_hangs_is_told_in_full_however_slowly_it_writes(monkeypatch
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -400,6 +401,7 @@ def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
     assert str(caught.value.__cause__) == "it is rank 1"
 
 
+@pytest.mark.slow
 def test_collectives_have_a_timeout_of_their_own(monkeypatch):
     monkeypatch.setattr(rank_calls, "GRACE_UNITS", 10)
     limit_s = round(units(2))  # the ranks must meet within it
@@ -581,6 +583,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_a_child_of_multiprocessing_ends(method, tmp_path):
     script = tmp_path / "script.py"
@@ -598,6 +601,7 @@ run_ranks(2, os.getpid)
 """
 
 
+@pytest.mark.slow
 def test_a_main_module_that_ranks_cannot_import(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
@@ -679,6 +683,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_limits_of_ranks_are_multiples_of_what_the_first_one_took_to_start(tmp_path):
     (tmp_path / "script.py").write_text(UNIT)
     done = subprocess.run(
@@ -713,6 +718,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_ranks_of_its_own(tmp_path):
     (tmp_path / "forked.py").write_text(FORKED)
     command = [sys.executable, str(tmp_path / "forked.py")]

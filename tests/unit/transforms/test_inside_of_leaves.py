@@ -263,6 +263,7 @@ def test_what_is_not_compared_of_metadata_does_not_count():
     assert not st.delta(new, other)
 
 
+@pytest.mark.slow
 def test_sets_in_metadata_are_the_same_in_every_process():
     script = (
         "import torch, types, statetree as st; from collections import deque; "

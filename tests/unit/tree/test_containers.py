@@ -565,6 +565,7 @@ def test_structures_are_pickled_by_the_classes_of_their_containers():
     assert loaded.nodes[0][0] is container_of(list)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_classes_are_met_changes_nothing():
     code = """
 import os, torch, statetree as st
