@@ -139,6 +139,10 @@ def test_metadata_that_name_no_save_any_more_are_damaged(steps):
         (lambda data: changed(data, save="x"), "unknown version"),
         (lambda data: changed(data, metadata=[-1, 0]), "unknown version"),
         (lambda data: changed(data, files={"a.distcp": ["0" * 32, 1, [[1, None, 0, 0, 0, ""]]]}), "unknown version"),
+        *[
+            (lambda data, row=row: changed(data, files={"a.distcp": ["0" * 32, 1, [["w", [0], 0, 0, 0, *row]]]}), "unk")
+            for row in (["0000000X"], [5], [None], ["", ""])
+        ],
         (lambda data: changed(data, files={"a": ["0" * 32, 1, []]}), "unknown version"),
         (lambda data: changed(data, files={"../step-00000002/__0_0.distcp": ["0" * 32, 1, []]}), "unknown version"),
     ],

@@ -108,6 +108,31 @@ def test_rows_of_a_block_are_read_once(tmp_path):
     assert file.files.nbytes_read == 2 * STEP + 127 * 100  # all of it was compared then
 
 
+def test_a_block_that_was_let_go_is_not_compared_again(tmp_path):
+    data, row = some_bytes(3 * STEP), bytearray(100)
+    file = checked(tmp_path / "a", data)()
+    for start in (0, STEP, 700):
+        file.fill(memoryview(row), start)
+        assert row == data[start : start + 100]
+    assert file.files.nbytes_read == 2 * STEP + 100
+
+
+def test_large_blocks_take_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranges, "BUCKET_BYTES", STEP - 1)
+    data, row = some_bytes(3 * STEP), bytearray(100)
+    file = checked(tmp_path / "a", data)()
+    for start in (STEP + 5, 2 * STEP + 5, STEP + 7):
+        file.fill(memoryview(row), start)
+        assert row == data[start : start + 100]
+    assert file.files.nbytes_read == 2 * STEP + 3 * 100
+    assert file.files.last_block is None
+    wrong = data[: STEP + 1] + b"?" + data[STEP + 2 :]
+    file = checked(tmp_path / "b", wrong, data)()
+    file.fill(memoryview(row), 5)
+    with pytest.raises(CheckpointError, match="it has the checksum"):
+        file.fill(memoryview(row), STEP + 5)
+
+
 def test_bytes_in_memory_of_one_name_are_not_taken_for_each_other():
     first, second = some_bytes(STEP), some_bytes(STEP + 1)[1:]
     for data in (first, second):

@@ -58,6 +58,14 @@ def test_only_what_is_needed_is_fetched(name, memory):
     assert checkpoint.files.nbytes_read - before < 20_000
 
 
+def test_only_blocks_that_hold_what_is_needed_are_fetched_to_be_compared(memory):
+    st.save({"large": bits(500, 1000)}, "memory://run/directory")
+    checkpoint = formats.opened("memory://run/directory", verify=True)
+    before = checkpoint.files.nbytes_read
+    assert torch.equal(checkpoint.tree["large"].read((slice(10, 12),)), bits(500, 1000)[10:12])
+    assert checkpoint.files.nbytes_read - before < (128 << 10) + 20_000
+
+
 def test_ties_of_torch_files_come_back(memory):
     st.save(tied_state(), "memory://run/a.pt")
     assert_trees_equal(st.load("memory://run/a.pt"), tied_state())
