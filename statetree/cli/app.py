@@ -52,6 +52,12 @@ def _rule(text: str) -> tuple[str, str]:
     return old, new
 
 
+def _tolerance(text: str) -> float:
+    if not float(text) >= 0:  # nor is NaN
+        raise click.BadParameter(f"{text!r} is no tolerance: expected a number from 0 on")
+    return float(text)
+
+
 class _LocalPath(click.Path):
     """A path. A URL is refused while it has both slashes."""
 
@@ -72,8 +78,8 @@ class _Checkpoint(_PathOrUrl):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
-        if not isinstance(path, RemotePath) and not os.path.lexists(path):
-            refuse(path, "there is no such file or directory", "Check the name.")
+        if not value or (not isinstance(path, RemotePath) and not os.path.lexists(path)):
+            refuse(value or "''", "there is no such file or directory", "Check the name.")
         return path
 
 
@@ -181,8 +187,10 @@ def show(
 @click.argument("left", type=_CHECKPOINT)
 @click.argument("right", type=_CHECKPOINT)
 @click.option("--values/--no-values", default=True, help="Compare the elements of tensors and plain values, too.")
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Tolerance relative to the larger of two elements.")
-@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute tolerance.")
+@click.option(
+    "--rtol", type=_tolerance, default=0.0, metavar="FLOAT", help="Tolerance relative to the larger of two elements."
+)
+@click.option("--atol", type=_tolerance, default=0.0, metavar="FLOAT", help="Absolute tolerance.")
 @_match
 @_exclude
 @_json

@@ -22,24 +22,36 @@ _SAVED: Final = ("accepts", "pure", "structure", "geometry", "values")
 
 def doctor(name: str, kind: str | None, load: str | None) -> int:
     """Examine what a name stands for, and print a page about it."""
+    try:
+        return _examine(name, kind, load)
+    except SystemExit as ended:  # of whatever was asked: its status would be taken for ours
+        msg = f"doctor: {name} ends the process (sys.exit({ended.code!r})): expected one that returns, or raises."
+        raise StateTreeError(msg) from ended
+
+
+def _examine(name: str, kind: str | None, load: str | None) -> int:
     sys.path.insert(0, os.getcwd())  # as python -m does
     found, loader = _imported(name), load and _imported(load)
     kind = kind or _kind_of(found, has_load=loader is not None)
+    if kind == "save" and loader is None:
+        raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     click.echo(f"{name} is examined as a {kind}{'' if kind != 'save' else f' with {load}'}.")
     if kind in ("stager", "copy", "gather"):
         return _conformance(kind, found)
-    if kind == "save" and loader is None:
-        raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     return _laws(_round_trip(found, loader) if kind == "save" else found, kind)
 
 
 def _imported(name: str) -> Any:
     module, _, path = name.partition(":")
     try:
-        return attrgetter(path)(import_module(module))
+        found = attrgetter(path)(import_module(module)) if path else None
     except (ImportError, AttributeError, ValueError) as error:
         msg = f"doctor: {name} cannot be imported: expected package.module:function. {type(error).__name__}: {error}"
         raise StateTreeError(msg) from error
+    if not callable(found):
+        got = f"a {type(found).__qualname__}" if path else "no name after a colon"
+        raise StateTreeError(f"doctor: {name} cannot be called: expected package.module:function, got {got}.")
+    return found
 
 
 def _kind_of(found: Any, *, has_load: bool) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import stat
 import time
 import uuid
@@ -22,7 +21,7 @@ from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
-from statetree.files.publishing import alone_in, sync
+from statetree.files.publishing import alone_in, remove_folder, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -187,7 +186,7 @@ class Series:
         events = []
         for step, nbytes, path in removed:
             since = time.monotonic()
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
             events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))
         return events
 
@@ -221,7 +220,7 @@ class Series:
             if entry.is_symlink():
                 os.unlink(entry.path)
             elif entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                remove_folder(entry.path)
 
 
 def _latest(found: Iterable[StepDirectory]) -> list[StepDirectory]:
@@ -253,7 +252,7 @@ class UnfinishedStep:
     def discard(self) -> None:
         """Remove what was written."""
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_folder(self.path)
 
 
 #: The file by whose lock others see that a checkpoint is being written.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.errors import CheckpointError
 from statetree.files.leaf_text import dtype_text, leaf_text
 from statetree.files.page_parts import BODY, SCRIPT, SEARCH, ShardFigures, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from statetree.transforms.similarity import Similarity
 
+_DOCTYPE: Final = "<!doctype html"
 _MAX_BOXES: Final = 400
 #: Lines of text that the treemap is high: a box that is lower than one has none.
 _LINES: Final = 11
@@ -51,14 +53,14 @@ def to_html(
 
     Args:
         tree: Any tree. Of a distributed tensor, the elements of this rank are shown.
-        path: The file.
+        path: The file. A page that is there is replaced.
         other: Another tree to compare with: what ``similarity`` finds shows ``tree`` in red and ``other`` in green.
         values: Whether elements are read, to be shown and compared. Without, a large file takes no longer.
         rtol: As for ``similarity``.
         atol: As for ``similarity``.
 
     Raises:
-        CheckpointError: If the file cannot be written.
+        CheckpointError: If the file cannot be written, or is there and no page.
 
     Example:
         >>> import pathlib, tempfile, statetree as st, torch
@@ -84,6 +86,7 @@ def write_page(
     ``sides`` are what the two are called.
     """
     target = Path(path)
+    _check_replaced(target)
 
     def write(folder: Path) -> list[str]:
         (folder / target.name).write_text("".join(_page(tree, found, sides, values=values)), "utf-8")
@@ -92,8 +95,17 @@ def write_page(
     write_whole(target, write, is_directory=False, overwrite=True)
 
 
+def _check_replaced(target: Path) -> None:
+    """Refuse to replace what is no page: a checkpoint that was meant to be read, say."""
+    if target.is_file() and target.stat().st_size:
+        with target.open("rb") as file:
+            if file.read(len(_DOCTYPE)).lower() != _DOCTYPE.encode():
+                what = "a file of that name exists, which is no page"
+                raise CheckpointError(f"to_html: cannot write {target}: {what}. Choose another name.")
+
+
 def _page(tree: Any, found: Similarity | None, sides: tuple[str, str], *, values: bool) -> Iterator[str]:
-    yield "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>State</title>"
+    yield f"{_DOCTYPE}><meta charset=utf-8><meta name=viewport content='width=device-width'><title>State</title>"
     yield f"<style>{STYLE}{BODY}</style><body class=statetree>"
     marked: set[str] = set()
     if found is not None:

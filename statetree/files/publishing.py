@@ -112,7 +112,25 @@ def write_whole(
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         _refuse(path, error.strerror or str(error), remedy)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
+
+
+def remove_folder(folder: str | Path, *, again: bool = True) -> None:
+    """Remove a folder, as far as that can be done. An interrupt is raised when it is.
+
+    (``shutil.rmtree`` closes a descriptor twice if one comes there, and it may be another thread's by then.)
+    """
+    try:
+        for above, folders, files in os.walk(folder, topdown=False):
+            for name in (*files, *folders):  # of the folders, links alone are left
+                with suppress(OSError):
+                    os.unlink(os.path.join(above, name))
+            with suppress(OSError):
+                os.rmdir(above)
+    except BaseException:
+        if again:
+            remove_folder(folder, again=False)
+        raise
 
 
 @contextmanager

@@ -87,6 +87,8 @@ def read_members(file: FileRange) -> dict[str, TorchMember]:
     found = sorted((info.header_offset, _member(file, info)) for info in archive.infolist())
     if len({member.name.casefold() for _, member in found}) < len(found):  # torch takes any of them
         refuse(file.label, "two of its members have one name, but for small and capital letters")
+    if found and found[0][0]:  # other programs take other places for the beginning
+        refuse(file.label, f"{found[0][0]} bytes lie before its first member: something was put before the archive")
     stop = 0
     for begin, member in [*found, (archive.start_dir, None)]:
         if begin < stop:

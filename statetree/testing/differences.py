@@ -13,7 +13,7 @@ from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 #: How many differences are shown.
 SHOWN = 20
@@ -69,6 +69,39 @@ def differences(a: Any, b: Any, *, ties: bool = True, storages: bool = True) -> 
         found += [Finding(TIES, text) for text in _changed_ties(regions, storages=storages, exactly=exactly)]
         found += [Finding(TIES, text) for text in _changed_objects(pairs)]
     return found
+
+
+def lost(a: Any, b: Any) -> list[str]:
+    """Say which values of a tree are nowhere in another one: neither in their places nor in any that are new there."""
+    left, right = entries(a), entries(b)
+    new = [entry for path, entry in right.items() if path not in left]
+    return [
+        f"nothing has the value of {shown(path)}: {brief(entry.value)}"
+        for path, entry in left.items()
+        if path not in right and _is_value(entry) and not _is_in_a_tensor(entry, left, right)
+        if not any(_is_same(entry, other) for other in new)
+    ]
+
+
+def _is_value(entry: TreePlace) -> bool:
+    return entry.elements is not None or any(aspect == VALUES for aspect, _ in entry.facts.values())
+
+
+def _is_in_a_tensor(entry: TreePlace, left: Mapping[str, TreePlace], right: Mapping[str, TreePlace]) -> bool:
+    """Whether it is a part of a tensor in whose place there is something else, which is told by itself."""
+    while entry.above not in right:
+        entry = left[entry.above]
+    return isinstance(left[entry.above].value, TENSORS)
+
+
+def _is_same(one: TreePlace, other: TreePlace) -> bool:
+    if one.elements is not None:
+        return other.elements is not None and not [*_other_elements([("", one.elements, other.elements)])]
+    return all(
+        name in other.facts and same_value(fact, other.facts[name][1])
+        for name, (aspect, fact) in one.facts.items()
+        if aspect == VALUES
+    )
 
 
 def _unlike(place: str, pair: tuple[TreePlace, TreePlace]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import holds_tensor
 from statetree.testing.assertions import Watch, assert_independent, assert_pure, assert_trees_equal
 from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES
-from statetree.testing.differences import differences, raise_for
+from statetree.testing.differences import differences, lost, raise_for
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.tree.mapping import map_leaves
@@ -72,8 +72,8 @@ def _keeps(name: str, statement: str, aspect: str) -> Law:
 
     def check(transform: Transform, state: Make) -> None:
         result = transform(state())
-        found = differences(state(), result, ties=aspect == TIES)
-        raise_for(f"{name}: not kept", [text for of, text in found if of == aspect])
+        found = [text for of, text in differences(state(), result, ties=aspect == TIES) if of == aspect]
+        raise_for(f"{name}: not kept", found + (lost(state(), result) if aspect == VALUES else []))
 
     return Law(name, statement, check)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import TreeMismatch
+from statetree.errors import TreeMismatch, TreeTooDeep
 from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import introduce, optree_structure
@@ -170,11 +170,16 @@ class TreeSpec:
         Raises:
             ValueError: If the structure has leaves that optree does not see: in the attributes of an ``OrderedDict``,
                 or in the default factory of a ``defaultdict``.
+            TreeTooDeep: If optree does not follow it down to its leaves.
         """
         for container in {node[0] for node in self.nodes}:
             introduce(container, freeze)
         # Not numbers: an attribute with a tensor inside is a child, and one with a number is not.
-        spec = optree_structure(self.unflatten(map(_Placeholder, range(self.num_leaves))))
+        try:
+            spec = optree_structure(self.unflatten(map(_Placeholder, range(self.num_leaves))))
+        except RecursionError as error:
+            msg = "to_optree: containers are nested deeper than optree follows them. Use statetree's own functions."
+            raise TreeTooDeep(msg) from error
         if spec.num_leaves != self.num_leaves:
             raise ValueError(
                 f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "

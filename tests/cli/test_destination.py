@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+import statetree as st
 from tests.cli.states import bits, load, write
 
 NAMES = ["b.pt", "b.safetensors", "b"]
@@ -371,3 +372,21 @@ def test_permissions_are_those_of_the_umask(umask, expected, name, source, tmp_p
     assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(expected)}
     if target.is_dir():
         assert oct(target.stat().st_mode & 0o777) == oct(expected | (expected & 0o444) >> 2)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "other.txt"])
+def test_what_is_no_page_is_not_replaced(name, tmp_path, statetree):
+    path = write({"w": bits(3)}, tmp_path / name) if name != "other.txt" else tmp_path / name
+    if name == "other.txt":
+        path.write_text("notes")
+    read, before = write({"w": bits(4)}, tmp_path / "read.pt"), path.read_bytes()
+    with pytest.raises(st.CheckpointError, match=r"to_html: cannot write .*: a file of that name exists, which is no"):
+        st.to_html({"w": bits(3)}, path)
+    for command in (["show", read], ["diff", read, read], ["diff", "-q", read, read]):
+        assert statetree(*command, "--html", path).status == 2
+    assert path.read_bytes() == before
+    empty = tmp_path / "empty.html"
+    empty.touch()
+    for _ in range(2):  # over nothing, and over a page
+        assert statetree("show", read, "--html", empty).status == 0
+        assert empty.read_text().startswith("<!doctype html>")

@@ -338,3 +338,19 @@ def test_a_tolerance_asks_for_values(tmp_path, statetree):
     paths = write({"w": torch.ones(1)}, tmp_path / "a.pt"), write({"w": torch.full((1,), 1.5)}, tmp_path / "b.pt")
     assert statetree("diff", "--no-values", *paths).status == 0
     assert statetree("diff", "--no-values", "--rtol", "0.1", *paths).status == 1
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "x"])
+@pytest.mark.parametrize("option", ["--rtol", "--atol"])
+def test_what_is_no_tolerance_is_refused(option, value, tmp_path, statetree):
+    path = write({"w": torch.ones(2)}, tmp_path / "a.pt")
+    ran = statetree("diff", option, value, path, path)
+    assert (ran.status, ran.out) == (2, "")
+    assert "Invalid value for" in ran.err
+
+
+@pytest.mark.parametrize("command", [["show", ""], ["diff", "", "."], ["convert", "", "a.pt"]])
+def test_an_empty_name_is_no_checkpoint(command, statetree):
+    ran = statetree(*command)
+    assert (ran.status, ran.out) == (2, "")
+    assert "there is no such file or directory" in ran.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -41,6 +43,13 @@ def load(path):
     return torch.load(path, weights_only=False)
 
 
+def leaves_the_process(state):
+    sys.exit(0)
+
+
+a_number = 3
+
+
 def load_halved(path):
     half = {torch.float32: torch.float16}
     return {name: leaf.to(half.get(leaf.dtype, leaf.dtype)) for name, leaf in load(path).items()}
@@ -78,6 +87,16 @@ def test_what_is_wrong_is_said_with_lines_that_show_it(arguments, kind, fault, s
     [
         (["nothing.there:f"], r"doctor: nothing.there:f cannot be imported: expected package.module:function. ModuleN"),
         (["copy:deep"], r"doctor: copy:deep cannot be imported: .* AttributeError"),
+        *[
+            (["--as", kind, f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process ends the process (sys.e")
+            for kind in ("copy", "transform")
+        ],
+        ([f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process ends the process (sys.exit(0))"),
+        (
+            [f"{HERE}:a_number"],
+            f"doctor: {HERE}:a_number cannot be called: expected package.module:function, got a int",
+        ),
+        (["copy"], "doctor: copy cannot be called: expected package.module:function, got no name after a colon"),
         (["torch:save"], r"doctor: a save is examined with its load: expected --load"),
     ],
 )

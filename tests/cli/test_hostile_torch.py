@@ -390,3 +390,19 @@ def test_what_is_often_in_the_place_of_a_checkpoint_is_named(data, words, name, 
 def test_scripted_modules_are_named(tmp_path, statetree):
     archive(tmp_path / "a.pt", pickle_of({}), **{"constants.pkl": pickle_of(())})
     refused(statetree("show", tmp_path / "a.pt"), "it is a file of TorchScript", "torch.jit.load")
+
+
+@pytest.mark.parametrize(
+    "first", [{"w": torch.zeros(3)}, {"w": torch.zeros(1000)}, b"text"], ids=["same", "more", "no"]
+)
+def test_an_archive_behind_other_bytes_is_not_read(first, tmp_path, statetree):
+    """Programs differ in which archive they take: torch refuses one of these, or reads the first."""
+    path = tmp_path / "a.pt"
+    with path.open("wb") as file:
+        if isinstance(first, bytes):
+            file.write(first)
+        else:
+            torch.save(first, file)
+        torch.save({"w": torch.ones(3)}, file)
+    message = "it is of no known format" if isinstance(first, bytes) else "bytes lie before its first member: something"
+    refused(statetree("show", path), message)

@@ -106,6 +106,32 @@ def test_five_transforms_are_judged_right(transform, holding, broken):
             assert isinstance(caught.value, AssertionError) or verdict.law is laws.accepts
 
 
+def nothing(tree):
+    return None
+
+
+def without_the_last(tree):
+    leaves, _ = st.flatten(tree)
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves[:-1]]
+
+
+def listed_from_the_end(tree):
+    return st.flatten(st.offload(tree))[0][::-1]
+
+
+@pytest.mark.parametrize("transform", [nothing, without_the_last])
+def test_values_that_are_nowhere_are_not_kept(transform):
+    report = check_transform(transform, examples=60)
+    assert "values" in report.broken
+    assert "nothing has the value of" in str(report["values"].error)
+    with pytest.raises(AssertionError, match=r"(?s)values does not hold.*nothing has the value of"):
+        check_transform(transform, laws=["values"], examples=60)
+
+
+def test_values_under_other_names_are_kept():
+    assert check_transform(listed_from_the_end, laws=["values"], examples=60)
+
+
 def test_laws_that_must_hold():
     assert check_transform(cloned, laws=["pure", laws.values], examples=60)
     with pytest.raises(AssertionError, match=r"(?s)ties does not hold.*def test_cloned_ties\(\):"):

@@ -269,3 +269,12 @@ def test_optree_is_told_of_a_class_once():
 
 def test_plain_namedtuples_stay_with_optree():
     assert spec_of(TypedPoint(1, 2)).to_optree() == optree.tree_structure(TypedPoint(1, 2), none_is_leaf=True)
+
+
+def test_what_is_too_deep_for_optree_is_told_so():
+    tree = 1
+    for _ in range(9_000):
+        tree = [tree]
+    _, spec = st.flatten(tree)
+    with pytest.raises(st.TreeTooDeep, match="to_optree: containers are nested deeper than optree"):
+        spec.to_optree()

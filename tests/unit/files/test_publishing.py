@@ -1,0 +1,81 @@
+"""Folders of checkpoints are removed, whatever interrupts that."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.files.publishing import remove_folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with folders in it, and links, that lead to what stays."""
+    kept = tmp_path / "kept"
+    (kept / "inside").mkdir(parents=True)
+    (kept / "file").touch()
+    made = tmp_path / "folder"
+    (made / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (made / name).write_bytes(b"abc")
+    (made / "link").symlink_to(kept)
+    (made / "a" / "link").symlink_to(kept / "file")
+    (made / "a" / "nowhere").symlink_to("nowhere")
+    yield made
+    assert sorted(os.listdir(kept)) == ["file", "inside"]
+
+
+def interrupted(patch, at, after):
+    """Have the call of a system's function that has a number be interrupted, before or after it."""
+    done = 0
+    for name in ("unlink", "rmdir"):
+        call = getattr(os, name)
+
+        def interrupt(*given, call=call, **options):
+            nonlocal done
+            done += 1
+            if done == at and not after:
+                raise KeyboardInterrupt
+            try:
+                call(*given, **options)
+            finally:
+                if done == at:
+                    raise KeyboardInterrupt
+
+        patch.setattr(os, name, interrupt)
+    return lambda: done
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", range(1, 13))
+def test_an_interrupt_comes_when_all_is_removed(at, after, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        count = interrupted(patch, at, after)
+        if at < 12:
+            with pytest.raises(KeyboardInterrupt):
+                remove_folder(folder)
+        else:
+            remove_folder(str(folder))
+            assert count() == 11  # folders are asked for a second time, as links might be
+    assert not folder.exists()
+
+
+def test_what_is_not_there_is_removed(tmp_path):
+    remove_folder(tmp_path / "nothing")
+
+
+def test_an_interrupt_of_a_save_over_another_leaves_one_of_them_and_nothing_else(tmp_path):
+    held = []
+    for at in range(1, 8):
+        st.save({"w": torch.tensor([-1])}, tmp_path / "a", overwrite=True)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupted(patch, at, after=True)
+            with pytest.raises(KeyboardInterrupt):
+                st.save({"w": torch.tensor([at])}, tmp_path / "a", overwrite=True)
+        assert os.listdir(tmp_path) == ["a"]
+        held.append(st.load(tmp_path / "a")["w"].item())
+    assert all(found in (-1, at) for at, found in enumerate(held, 1))
+    assert {*held} > {-1, 7}  # while the new one is written, and while the old one is removed
