@@ -31,6 +31,7 @@ def files(tmp_path):
     return one, other
 
 
+@pytest.mark.slow
 def test_the_statuses(files):
     one, other = files
     assert started("diff", "--no-values", one, other).returncode == 0
@@ -204,6 +205,7 @@ def test_faults_of_our_own_are_no_differences(files, tmp_path, statetree, monkey
     assert "ZeroDivisionError: oops" in ran.err
 
 
+@pytest.mark.slow
 def test_terminals_of_few_characters(tmp_path):
     path = write({"gewöhnlich": bits(1)}, tmp_path / "a.pt")
     ran = started("show", path, env={**os.environ, "PYTHONIOENCODING": "ascii"})

@@ -190,7 +190,7 @@ def test_options_give_what_the_plain_calls_give(world_size):
     holds()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_elements_arrive_where_they_belong(world_size):
     ranks = st.integers(0, world_size - 1)
     moves = st.tuples(

@@ -76,6 +76,7 @@ def test_members_that_begin_anywhere_are_copied(tmp_path):
     assert found == {0}
 
 
+@pytest.mark.slow
 def test_a_storage_is_read_when_its_file_is_opened(tmp_path):
     tensor = torch.zeros(400_000, dtype=torch.uint8)
     torch.save((tensor, tensor.untyped_storage()), tmp_path / "t.pt")

@@ -140,6 +140,7 @@ def test_tensors_without_memory_of_their_own_are_refused(size, verb, inside, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_copies_end_while_the_interpreter_does():
     code = """
     import builtins, torch, statetree as st

@@ -771,6 +771,7 @@ assert torch.equal(future.result(limit)["x"], torch.arange(5.0))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_the_stager_to_itself(options):
     kind = "shared" if options["share_memory"] else "plain"
