@@ -69,7 +69,7 @@ class BlockChecksums:
         self._nbytes = nbytes
         self._marks = marks
         self._step = block_bytes(nbytes) if marks else max(1, nbytes)
-        self._known: set[int] = set()  # which blocks were compared
+        self._compared: set[int] = set()  # which blocks were compared
 
     def upto(self, stop: int) -> int:
         """Return what the CRC-32 is from the range's beginning to where a block ends."""
@@ -79,7 +79,7 @@ class BlockChecksums:
         return int(self._marks[at - _DIGITS : at], 16) if at else 0
 
     def around(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of blocks that together hold a part: those of which it has all bytes, and each other one."""
+        """Yield the blocks that hold a part: together those that lie in it, and alone each that lies in it in part."""
         step, end = self._step, self._nbytes
         first, last = start // step * step, min(-(-stop // step) * step, end)
         inner = min(-(-start // step) * step, last), end if stop == end else max(stop // step * step, first)
@@ -88,11 +88,11 @@ class BlockChecksums:
     def _blocks(self, start: int, stop: int) -> range:
         return range(start // self._step, -(-stop // self._step))
 
-    def is_known(self, start: int, stop: int) -> bool:
+    def is_compared(self, start: int, stop: int) -> bool:
         """Whether all blocks of a range were compared."""
-        return self._known.issuperset(self._blocks(start, stop))
+        return self._compared.issuperset(self._blocks(start, stop))
 
-    def know(self, start: int, stop: int) -> bool:
+    def set_compared(self, start: int, stop: int) -> bool:
         """Note that blocks were compared, and return whether all are now."""
-        self._known.update(self._blocks(start, stop))
-        return len(self._known) == len(self._blocks(0, self._nbytes))
+        self._compared.update(self._blocks(start, stop))
+        return len(self._compared) == len(self._blocks(0, self._nbytes))

@@ -251,7 +251,7 @@ class FileRange:
         for low, high in checksums.around(start, stop):
             first, last = max(low, start), min(high, stop)
             wanted = view[first - start : last - start]
-            if not checksums.is_known(low, high) and high - low == len(wanted):
+            if not checksums.is_compared(low, high) and high - low == len(wanted):
                 self._fill_compared(wanted, low, checksums)
             elif (block := self._block(checksums, low, high)) is not None:
                 wanted[:] = block[first - low : last - low]
@@ -266,7 +266,7 @@ class FileRange:
         place, last = (self.path, self.start + start), self.files.last_block
         if last is not None and last[:2] == place and len(last[2]) == stop - start:
             return last[2]
-        if checksums.is_known(start, stop) or stop - start > BUCKET_BYTES:
+        if checksums.is_compared(start, stop) or stop - start > BUCKET_BYTES:
             return None
         block = memoryview(bytearray(stop - start))
         self._fill_compared(block, start, checksums)
@@ -288,7 +288,7 @@ class FileRange:
             piece = view[at : at + step]
             self._fill(piece, start + at)
             found = crc32(piece, found)
-        self._settle(checksums, start, stop, found)
+        self._check(checksums, start, stop, found)
 
     def verify(self) -> None:
         """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
@@ -297,14 +297,14 @@ class FileRange:
 
     def _compare(self, checksums: BlockChecksums, start: int, stop: int) -> None:
         """Read whole blocks to compare them, unless that was done."""
-        if not checksums.is_known(start, stop):
-            self._settle(checksums, start, stop, self.checksum(start, stop - start, checksums.upto(start)))
+        if not checksums.is_compared(start, stop):
+            self._check(checksums, start, stop, self.checksum(start, stop - start, checksums.upto(start)))
 
-    def _settle(self, checksums: BlockChecksums, start: int, stop: int, found: int) -> None:
+    def _check(self, checksums: BlockChecksums, start: int, stop: int, found: int) -> None:
         expected = checksums.upto(stop)
         if found != expected:
             refuse(self.label, f"{checksums.what} has the checksum {found:08x}: expected {expected:08x}")
-        if checksums.know(start, stop):
+        if checksums.set_compared(start, stop):
             self._checksums = None
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
