@@ -103,7 +103,8 @@ def load(
             that only one side has are left alone.
         verify: Whether what is read is compared with its checksums first, where the checkpoint has some. Directories
             that ``save`` wrote have one for each block of a tensor (128 KiB, or up to 1/64 of what one rank saved of
-            it), torch files and those that DCP wrote one for each tensor or piece: it is read to be compared.
+            it); what is at most 1 MiB is read whole. Torch files, and directories that DCP wrote, have one for each
+            tensor or piece, which is read whole.
         weights_only: Whether the plain values of a DCP directory are read by the rules of
             ``torch.load(weights_only=True)``. With ``False``, what the checkpoint holds may run any code.
         group: The ranks that hold ``like``; by default all.

@@ -97,11 +97,16 @@ def write_page(
 
 def _check_replaced(target: Path) -> None:
     """Refuse to replace what is no page: a checkpoint that was meant to be read, say."""
-    if target.is_file() and target.stat().st_size:
+    what = "a file of that name exists, which is no page"
+    try:
+        if not target.is_file() or not target.stat().st_size:
+            return
         with target.open("rb") as file:
-            if file.read(len(_DOCTYPE)).lower() != _DOCTYPE.encode():
-                what = "a file of that name exists, which is no page"
-                raise CheckpointError(f"to_html: cannot write {target}: {what}. Choose another name.")
+            if file.read(len(_DOCTYPE)).lower() == _DOCTYPE.encode():
+                return
+    except OSError as error:
+        what = f"a file of that name exists, which cannot be read: {error.strerror or error}"
+    raise CheckpointError(f"to_html: cannot write {target}: {what}. Choose another name.")
 
 
 def _page(tree: Any, found: Similarity | None, sides: tuple[str, str], *, values: bool) -> Iterator[str]:

@@ -116,10 +116,12 @@ def write_whole(
 
 
 def remove_folder(folder: str | Path, *, again: bool = True) -> None:
-    """Remove a folder, as far as that can be done. An interrupt is raised when it is.
+    """Remove a folder, as far as that can be done, and no link to one. An interrupt is raised when it is.
 
     (``shutil.rmtree`` closes a descriptor twice if one comes there, and it may be another thread's by then.)
     """
+    if os.path.islink(folder):
+        return
     try:
         for above, folders, files in os.walk(folder, topdown=False):
             for name in (*files, *folders):  # of the folders, links alone are left

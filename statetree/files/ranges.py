@@ -74,7 +74,9 @@ class OpenFiles:
         self.verify = verify
         self.weights_only = weights_only
         self.nbytes_read = 0  # for tests that count them; mapped memory is not counted
-        self.last_block: tuple[Path, int, memoryview] | None = None  # which more is read of, where rows are cut
+        #: The last block that was compared, where it lies, and its bytes (a bucket at most): of rows that are cut, the
+        #: next one is in it, too.
+        self.last_block: tuple[Path, int, memoryview] | None = None
         self._handles: dict[Path, _Handle] = {}
         self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
@@ -292,8 +294,9 @@ class FileRange:
 
     def verify(self) -> None:
         """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
-        if self._checksums is not None:
-            self._compare(self._checksums, 0, self.length)
+        checksums = self._checksums  # which another thread may take away
+        if checksums is not None:
+            self._compare(checksums, 0, self.length)
 
     def _compare(self, checksums: BlockChecksums, start: int, stop: int) -> None:
         """Read whole blocks to compare them, unless that was done."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.boxes import whole_box
+from statetree.spans.sums import ALL, piece_sums
 from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
 from statetree.transforms.similarity import short_repr, similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 #: How many differences are shown.
 SHOWN = 20
@@ -75,12 +77,27 @@ def lost(a: Any, b: Any) -> list[str]:
     """Say which values of a tree are nowhere in another one: neither in their places nor in any that are new there."""
     left, right = entries(a), entries(b)
     new = [entry for path, entry in right.items() if path not in left]
+    held = {_elements(entry.elements) for entry in new if entry.elements is not None}
+    plain = [entry for entry in new if entry.elements is None]
     return [
         f"nothing has the value of {shown(path)}: {brief(entry.value)}"
         for path, entry in left.items()
         if path not in right and _is_value(entry) and not _is_in_a_tensor(entry, left, right)
-        if not any(_is_same(entry, other) for other in new)
+        if not (
+            any(_is_same(entry, other) for other in plain)
+            if entry.elements is None
+            else _elements(entry.elements) in held
+        )
     ]
+
+
+def _elements(tensor: torch.Tensor) -> Hashable:
+    """Return what tensors of the same elements have in common."""
+    shape = tuple(tensor.shape)
+    is_there = not tensor.is_meta and not hasattr(tensor, "fake_mode")
+    has_memory = is_there and region(tensor).end <= tensor.untyped_storage().nbytes()
+    sums = piece_sums(tensor, whole_box(shape), shape, ALL).tolist() if has_memory else []
+    return tensor.dtype, shape, has_memory, *sums
 
 
 def _is_value(entry: TreePlace) -> bool:
@@ -95,8 +112,6 @@ def _is_in_a_tensor(entry: TreePlace, left: Mapping[str, TreePlace], right: Mapp
 
 
 def _is_same(one: TreePlace, other: TreePlace) -> bool:
-    if one.elements is not None:
-        return other.elements is not None and not [*_other_elements([("", one.elements, other.elements)])]
     return all(
         name in other.facts and same_value(fact, other.facts[name][1])
         for name, (aspect, fact) in one.facts.items()

@@ -67,6 +67,12 @@ def test_what_is_not_there_is_removed(tmp_path):
     remove_folder(tmp_path / "nothing")
 
 
+def test_what_a_link_leads_to_stays(folder, tmp_path):
+    (tmp_path / "other").symlink_to(folder)
+    remove_folder(tmp_path / "other")
+    assert sorted(os.listdir(folder)) == ["a", "link", "x"]
+
+
 def test_an_interrupt_of_a_save_over_another_leaves_one_of_them_and_nothing_else(tmp_path):
     held = []
     for at in range(1, 8):

@@ -3,17 +3,19 @@
 import copy
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 import statetree as st
-from statetree.testing import Law, check_transform, laws, sources
+from statetree.testing import Law, check_transform, differences, laws, sources
 from statetree.testing.dtensor_layout import Layout
 from statetree.testing.sources import code, size, smallest
 from statetree.testing.states import STATES, drawn_states
 from statetree.testing.transform_check import snippet
 from tests.judge import assert_trees_equal
+from tests.trees import TREES
 from tests.trees.plans import Node, TensorPlan, Value, source_of
 
 #: How long a test is at most that shows a counter-example.
@@ -130,6 +132,22 @@ def test_values_that_are_nowhere_are_not_kept(transform):
 
 def test_values_under_other_names_are_kept():
     assert check_transform(listed_from_the_end, laws=["values"], examples=60)
+
+
+def test_values_of_any_kind_are_found_under_other_names():
+    for tree in TREES:
+        state = tree.make()  # once: what cannot be taken apart equals itself alone
+        laws.values(lambda given: {"nowhere else": given}, lambda state=state: state)
+
+
+def test_many_renamed_tensors_are_looked_up():
+    state = {str(number): torch.full((4, 4), float(number)) for number in range(300)}
+    with mock.patch.object(differences, "similarity", side_effect=AssertionError):
+        laws.values(lambda given: {f"model.{key}": leaf for key, leaf in given.items()}, lambda: state)
+        with pytest.raises(AssertionError, match=r"nothing has the value of 7: tensor"):
+            laws.values(
+                lambda given: {f"model.{key}": leaf for key, leaf in given.items() if key != "7"}, lambda: state
+            )
 
 
 def test_laws_that_must_hold():
