@@ -71,9 +71,9 @@ def _keeps(name: str, statement: str, aspect: str) -> Law:
     """Return the law that one aspect of a result is what it was in the state."""
 
     def check(transform: Transform, state: Make) -> None:
-        result = transform(state())
-        found = [text for of, text in differences(state(), result, ties=aspect == TIES) if of == aspect]
-        raise_for(f"{name}: not kept", found + (lost(state(), result) if aspect == VALUES else []))
+        result, given = transform(state()), state()
+        found = [text for of, text in differences(given, result, ties=aspect == TIES) if of == aspect]
+        raise_for(f"{name}: not kept", found + (lost(given, result) if aspect == VALUES else []))
 
     return Law(name, statement, check)
 

@@ -390,3 +390,18 @@ def test_what_is_no_page_is_not_replaced(name, tmp_path, statetree):
     for _ in range(2):  # over nothing, and over a page
         assert statetree("show", read, "--html", empty).status == 0
         assert empty.read_text().startswith("<!doctype html>")
+
+
+def test_what_cannot_be_read_is_taken_for_no_page(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    st.to_html({"w": bits(3)}, path)
+    before = path.read_bytes()
+
+    def refuse(*_args, **_options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:  # root may read everything
+        patch.setattr(type(path), "open", refuse)
+        with pytest.raises(st.CheckpointError, match=r"which cannot be read: Permission denied\. Choose another name"):
+            st.to_html({"w": bits(4)}, path)
+    assert path.read_bytes() == before
