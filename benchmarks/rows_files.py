@@ -166,15 +166,11 @@ def load(state: State) -> list[Contender]:
 
 def load_shards(state: KeptShards) -> list[Contender]:
     """Load this rank's rows of every tensor of a safetensors file into DTensors that are there."""
-    folder = [mkdtemp() if not dist.get_rank() else None]
-    dist.broadcast_object_list(folder)
-    file = Path(str(folder[0])) / "whole.safetensors"
-    weakref.finalize(load_shards, shutil.rmtree, file.parent, ignore_errors=True)  # with the process: both ranks read
+    file = _shared_folder() / "whole.safetensors"
     if not dist.get_rank():
-        whole = {key: state.whole(index) for index, key in enumerate(state.tree)}
-        safetensors.torch.save_file(whole, file)
+        safetensors.torch.save_file(state.whole_tree(), file)
     dist.barrier()
-    target, theirs = ({key: torch.zeros_like(leaf) for key, leaf in state.tree.items()} for _ in range(2))
+    target, theirs = state.zeros(), state.zeros()
 
     def by_slices(_: None) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -184,15 +180,20 @@ def load_shards(state: KeptShards) -> list[Contender]:
                 each = rows.get_shape()[0] // ranks
                 leaf.to_local().copy_(rows[rank * each : (rank + 1) * each])
 
-    def held(into: dict[str, DTensor]) -> dict[str, Any]:
-        def check(_: Any) -> bool:
-            return all(torch.equal(leaf.to_local(), state.tree[key].to_local()) for key, leaf in into.items())
-
-        return {"check": check, "fresh": lambda: [leaf.to_local().zero_() for leaf in into.values()] and None}
-
     return [
-        ours(lambda _: st.load(file, target, in_place=True), **held(target)),
-        peer("safetensors and slicing", by_slices, **held(theirs)),
+        ours(lambda _: st.load(file, target, in_place=True), **_filled(state, target)),
+        peer("safetensors and slicing", by_slices, **_filled(state, theirs)),
+    ]
+
+
+def load_shards_of_directory(state: KeptShards) -> list[Contender]:
+    """Load this rank's rows of whole tensors that a DCP directory holds. statetree compares checksums, too."""
+    here = _shared_folder() / "whole"
+    st.save(state.whole_tree(), here)
+    target, theirs = state.zeros(), state.zeros()
+    return [
+        ours(lambda _: st.load(here, target, in_place=True), **_filled(state, target)),
+        peer("torch's dcp.load", lambda _: torch_dcp.load(theirs, checkpoint_id=here), **_filled(state, theirs)),
     ]
 
 
@@ -224,6 +225,14 @@ def compare(state: State) -> list[Contender]:
 class KeptShards(Kept, Sharded):
     """DTensors that stay as they are."""
 
+    def whole_tree(self) -> dict[str, torch.Tensor]:
+        """Return what they are shards of."""
+        return {key: self.whole(index) for index, key in enumerate(self.tree)}
+
+    def zeros(self) -> dict[str, DTensor]:
+        """Return such shards of zeros."""
+        return {key: torch.zeros_like(leaf) for key, leaf in self.tree.items()}
+
 
 def large(scale: float) -> KeptShards:
     """64 DTensors of 8 MB."""
@@ -241,6 +250,24 @@ def _unfilled(state: State) -> None:
     """Change the last element of every tensor, so that a load that is left out shows."""
     for tensor in state.tensors:
         tensor.view(-1)[-1:].neg_()
+
+
+def _filled(state: KeptShards, target: dict[str, DTensor]) -> dict[str, Any]:
+    """Return how a load into shards is checked, and what empties them before it."""
+
+    def check(_: Any) -> bool:
+        return all(torch.equal(leaf.to_local(), state.tree[key].to_local()) for key, leaf in target.items())
+
+    return {"check": check, "fresh": lambda: [leaf.to_local().zero_() for leaf in target.values()] and None}
+
+
+def _shared_folder() -> Path:
+    """Return a folder of all ranks, which is removed when the first one ends."""
+    folder = [mkdtemp() if not dist.get_rank() else None]
+    dist.broadcast_object_list(folder)
+    here = Path(str(folder[0]))
+    weakref.finalize(load_shards, shutil.rmtree, here, ignore_errors=True)
+    return here
 
 
 def _folder(state: State) -> Path:
@@ -299,6 +326,7 @@ _two_buckets = Aim(
 )
 _saves = faster("torch's dcp.save", 1.6), within(1.3, BARE_WRITE), _two_buckets
 _loads = faster("torch's dcp.load", 1.8), _unverified_at_least(4), _two_buckets
+_directory_shards = faster("torch's dcp.load", 1.8), two_buckets
 _shards = faster("safetensors and slicing", 1.5), two_buckets
 _waits = (faster("torch's dcp.async_save", 3),)
 _mirrors = (within(1.05, "the same without a mirror"),)
@@ -313,5 +341,6 @@ ROWS = (
     Row("files", "start to save", in_432, start_to_save, _waits, rounds=5),
     Row("files", "save with a mirror", in_432, start_to_mirror, _mirrors, rounds=5),
     RankRow("files", "load into shards", large, load_shards, _shards, rounds=11),
+    RankRow("files", "load a directory into shards", large, load_shards_of_directory, _directory_shards, rounds=11),
     Row("files", "compare two files", partial(kept, few_large), compare, _equal, rounds=5),
 )

@@ -29,7 +29,7 @@ UNTIMED = settings(
 
 settings.register_profile("dev", UNTIMED, max_examples=50)
 # The same examples every time: a red run must come from the change at hand. dev and thorough explore.
-settings.register_profile("quick", UNTIMED, max_examples=30, derandomize=True, database=None)
+settings.register_profile("quick", UNTIMED, max_examples=15, derandomize=True, database=None)
 settings.register_profile("ci", UNTIMED, max_examples=100, derandomize=True, database=None)
 settings.register_profile("thorough", UNTIMED, max_examples=3000)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")

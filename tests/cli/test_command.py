@@ -57,6 +57,7 @@ def test_a_missing_file_is_named_before_torch_is_imported(tmp_path):
         assert "none.pt: there is no such file or directory. Check the name." in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(files):
     with subprocess.Popen(
         [sys.executable, "-m", "statetree", "show", files[0]], stdout=subprocess.PIPE, stderr=subprocess.PIPE

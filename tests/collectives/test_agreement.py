@@ -99,7 +99,7 @@ def disagree_often(first, count):
             raise
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(2, 80), pytest.param(2, 250, marks=pytest.mark.slow), (4, 250)])
+@pytest.mark.parametrize(("world_size", "count"), [(2, 30), pytest.param(2, 250, marks=pytest.mark.slow), (4, 250)])
 def test_every_rank_hears_of_a_disagreement(world_size, count):
     run_ranks(world_size, disagree_often, 1000 * world_size, count, timeout=units(60))
 

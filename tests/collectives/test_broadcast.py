@@ -81,7 +81,8 @@ def send_corpus(others):
     return outcomes
 
 
-@pytest.mark.parametrize("others", ["none", pytest.param("equal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["none", "equal"])
 def test_awkward_trees_arrive_or_are_refused(others):
     rows = run_ranks(2, send_corpus, others)
     refused = {tree.name for tree in TREES if tree.refused}

@@ -72,6 +72,7 @@ def test_states_are_gathered_and_distributed_exactly(world_size):
     run_ranks(world_size, take_each_there_and_back)
 
 
+@pytest.mark.slow
 @RANKS
 def test_states_are_resharded_exactly(world_size):
     run_ranks(world_size, reshard_between_any_two)

@@ -122,6 +122,7 @@ def send_what_is_needed():
     return sent
 
 
+@pytest.mark.slow
 def test_no_more_is_sent_than_is_lacking():
     ideal = {
         "gather to one": 3 / 4,

@@ -121,6 +121,7 @@ with st.Checkpointer(sys.argv[1], every=1000) as saved:
 """
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_its_last_step(tmp_path):
     subprocess.run([sys.executable, "-c", PREEMPTED, str(tmp_path)], check=True)
     assert Checkpointer(tmp_path).restore()["w"].tolist() == [7, 7, 7]

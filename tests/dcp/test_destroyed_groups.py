@@ -144,6 +144,7 @@ def lose_a_rank_while_groups_are_made(directory: Path, moment: str) -> list[str]
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_rank_that_dies_while_groups_are_made_is_not_waited_for(moment, tmp_path):
     outcomes = rank_outcomes(2, lose_a_rank_while_groups_are_made, tmp_path, moment, timeout=units(30))

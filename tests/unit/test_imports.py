@@ -95,6 +95,7 @@ def test_import_alone_loads_nothing():
     assert [name for name in loaded if name.startswith(("statetree.", "torch", "optree"))] == []
 
 
+@pytest.mark.slow
 def test_names_load_nothing_slow_or_optional():
     loaded = json.loads(
         run_fresh("import json, sys, statetree; statetree.gather; print(json.dumps(list(sys.modules)))")
@@ -200,11 +201,13 @@ def test_threads_may_ask_for_names_at_once():
     assert run_each([code] * 8) == [""] * 8
 
 
+@pytest.mark.slow
 def test_import_needs_only_the_declared_dependencies():
     blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in NOT_REQUIRED)
     run_fresh(f"import sys\n{blocked}from statetree import flatten")
 
 
+@pytest.mark.slow
 def test_import_warns_of_nothing():
     run_fresh("import warnings, torch, optree\nwarnings.simplefilter('error')\nfrom statetree import flatten")
 

@@ -403,6 +403,7 @@ def test_a_path_that_leads_nowhere_says_where_it_ends():
         Path(("b",))(tree)
 
 
+@pytest.mark.slow
 def test_a_path_is_followed_without_anything_else_of_the_library():
     code = "import statetree as st; assert st.Path(('a', 0))({'a': [5]}) == 5"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=units(60))

@@ -116,6 +116,7 @@ def test_every_element_arrives(given, bucket_bytes, travels, arrange):
     WiredRanks(integers(given), RANKS, bucket_bytes, arrange=arrange).run(times=2).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["one", "columns"])
 def test_peers_of_whom_no_two_are_alike(to):
     ranks = 12

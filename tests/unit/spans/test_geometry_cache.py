@@ -139,8 +139,7 @@ def nothing(tree):
     pass
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "world"), product(TRANSFORMS, WORLDS))
 def test_recognised_tensors_are_treated_as_unknown_ones(transform, world, recognised):
     slow, tree = outcome(transform, WORLDS[world], nothing, warm=False)
     assert not recognised
@@ -453,7 +452,11 @@ def test_equal_pieces_of_a_list_are_remembered_once(recognised):
 
 @pytest.mark.parametrize(
     ("change", "place"),
-    product(["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"], [0, 600, 5 * 500 + 6]),
+    product(
+        ["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"],
+        [0, 600, 5 * 500 + 6],
+        every=9,
+    ),
 )
 def test_a_change_is_seen_in_whichever_equal_piece(change, place):
     count = 5 * geometry_cache._PIECE + 7
@@ -546,6 +549,7 @@ def in_use():
     return next(int(line.split()[1]) << 10 for line in STATUS.read_text().splitlines() if line.startswith("VmRSS"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells a process how much memory it takes")
 def test_guards_take_no_more_than_is_said():
     tensors = telling(30_000)

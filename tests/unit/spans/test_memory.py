@@ -213,6 +213,7 @@ def test_pinning_without_an_accelerator_warns_once_and_gives_ordinary_memory():
     assert not memory.carve([5])[0].storage.is_shared()
 
 
+@pytest.mark.slow
 @without_accelerator
 def test_the_warning_names_the_line_of_the_caller():
     code = """

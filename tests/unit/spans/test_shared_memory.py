@@ -169,6 +169,7 @@ def make_state(start=0):
     }
 
 
+@pytest.mark.slow
 def test_a_staged_tree_is_the_same_memory_in_another_process():
     with st.Stager(share_memory=True, max_snapshots=1) as stager:
         state = make_state()

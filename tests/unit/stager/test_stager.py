@@ -729,6 +729,7 @@ def test_memory_that_somebody_still_holds_is_laid_out_anew(options, young):
         assert_trees_equal(stager.stage(state), state, storages=False)
 
 
+@pytest.mark.slow
 def test_busy_when_all_snapshots_are_alive_and_usable_after_one_is_dropped(options):
     with st.Stager(max_snapshots=3, **options) as stager:
         state = {"w": ramp(SMALL), "v": ramp(SMALL)[::3]}
@@ -1097,6 +1098,7 @@ def test_a_hundred_dropped_stagers_leave_no_memory_behind(options, verb):
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/fd")
 def test_shared_memory_takes_few_descriptors_and_gives_them_back():
     state = {f"w{number}": ramp(5, start=number) for number in range(5000)}
@@ -1182,6 +1184,7 @@ def test_memory_is_shared_only_where_it_is_asked_for():
         assert not any(tensor.is_shared() for tensor in stager.stage([ramp(SMALL), ramp(LARGE)]))
 
 
+@pytest.mark.slow
 def test_a_staged_tree_in_shared_memory_reaches_another_process_as_the_same_memory():
     with st.Stager(share_memory=True) as stager:
         staged = stager.stage({"s": ramp(SMALL), "l": ramp(LARGE)})

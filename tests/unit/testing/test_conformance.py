@@ -152,6 +152,7 @@ def emptied(state):
     return result
 
 
+@pytest.mark.slow
 def test_each_fault_of_gathers_is_found_in_a_gather_that_has_it():
     found = [set(conformance(gather=gather).failed) for gather in (shard_alone, apart, emptied)]
     assert found[1:] == [{"tied_shards"}, {"shards_changed", "replicated_tensors"}]

@@ -120,6 +120,7 @@ def test_trees_that_are_drawn_show_it(loss, number):
         check()
 
 
+@pytest.mark.slow
 def test_half_of_the_trees_have_ten_leaves_or_more():
     counts = []
 

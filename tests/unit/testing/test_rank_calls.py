@@ -262,6 +262,7 @@ def test_the_failure_holds_every_traceback():
     assert "rank_worker" not in text
 
 
+@pytest.mark.slow
 def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
     started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
@@ -367,6 +368,7 @@ def test_a_rank_has_died_even_if_a_process_that_it_started_has_not(tmp_path):
     assert time.monotonic() - started < units(15)
 
 
+@pytest.mark.slow
 def test_ranks_that_had_no_time_to_begin_are_hung():
     outcomes = rank_outcomes(2, time.sleep, 30, timeout=0)
     assert [outcome.status for outcome in outcomes] == ["hung", "hung"]

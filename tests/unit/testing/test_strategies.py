@@ -342,6 +342,7 @@ for name in testing.__all__:
 """
 
 
+@pytest.mark.slow
 def test_all_but_strategies_work_without_hypothesis():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=False, timeout=units(60)

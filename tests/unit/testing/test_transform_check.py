@@ -134,6 +134,7 @@ def test_values_under_other_names_are_kept():
     assert check_transform(listed_from_the_end, laws=["values"], examples=60)
 
 
+@pytest.mark.slow
 def test_values_of_any_kind_are_found_under_other_names():
     for tree in TREES:
         state = tree.make()  # once: what cannot be taken apart equals itself alone
@@ -276,6 +277,7 @@ def shards_only(tree):
     return st.map_leaves(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, tree)
 
 
+@pytest.mark.slow
 def test_a_collective_is_called_on_real_ranks():
     report = check_transform(gathered, ranks=(1, 2), examples=12)
     assert report, str(report)

@@ -204,6 +204,7 @@ def test_bits_are_what_they_stand_for():
     assert not both([z.conj()], [z], values=True)
 
 
+@pytest.mark.slow
 def test_bits_on_every_dtype():
     """Also where private functions have set a negative bit on what torch cannot negate, and so not read."""
     for dtype in DTYPES:

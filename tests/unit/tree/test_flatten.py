@@ -225,6 +225,7 @@ def test_the_limit_of_depth_is_a_typed_error(wrap):
     assert isinstance(caught.value, RecursionError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [1, torch.zeros(1)], ids=["plain", "tensor"])
 def test_attributes_of_attributes_of_attributes_are_taken_apart(inner):
     tree = nested(900, with_attribute, ListWithAttributes([inner]))
