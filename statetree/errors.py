@@ -97,15 +97,28 @@ def clear_frames(error: BaseException) -> None:
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Whether what came up in somebody else's code concerns that alone: errors, and exits that no signal asked for.
+    """Whether what came up in somebody else's code concerns that alone: errors and exits, but of no signal's handler.
 
-    An interrupt concerns the program, and so does the exit that the handler of a signal asks for.
+    An interrupt concerns the program, and so does what the handler of a signal raises.
     """
-    if not isinstance(error, SystemExit):
-        return isinstance(error, Exception)
-    handlers = map(signal.getsignal, signal.valid_signals())
-    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
-    return all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, Exception | SystemExit) and _from_signal(error) is None
+
+
+def pass_on_from_signal(error: BaseException) -> None:
+    """Raise what the handler of a signal raised (an alarm, say), if an error is that, or comes from it."""
+    raised = _from_signal(error)
+    if raised is not None:
+        raise raised
+
+
+def _from_signal(error: BaseException) -> BaseException | None:
+    handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
+    calls = [getattr(found, "func", found) for found in handlers]
+    codes = {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
+    for found in chain_of(error):
+        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(found.__traceback__)):
+            return found
+    return None
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -106,10 +106,13 @@ def _laws(transform: Any, kind: str) -> int:
 
     report = check_transform(transform, examples=60)
     broken = [name for name in report.broken if kind != "save" or name in _SAVED]
+    needless = [name for name in report.broken if name not in broken]
     for verdict in map(report.__getitem__, broken):
         _tell(f"does not hold that: {verdict.law.statement}\n  {verdict.error}", verdict.source)
     held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
     click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
+    if needless:
+        click.echo(f"These do not hold either, which a save need not keep: {', '.join(needless)}.")
     return DIFFERENT if broken else SAME
 
 

@@ -26,6 +26,8 @@ from statetree.errors import StateTreeError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+#: A step, and the folder of the checkpointer that saved it.
+_Save = tuple[int, str]
 #: What is said where nothing that is looked at differs but the state.
 _UNKNOWN: Final = (
     "what was forgotten is not known: random states, schedulers, optimizers and batches of a DataLoader are as in the "
@@ -41,49 +43,53 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         if _differs_by_itself(whole, killed, f"{script} differs from run to run, before any kill,"):
             return FAILED
         resumed = _run(Path(folder, "killed"), -1, script, arguments)
-        steps = [step for step in resumed if step in whole]
+        steps = [save for save in resumed if save in whole]
         if not steps or min(steps) == min(whole):
             why = f"it restores nothing, or saved nothing before step {kill_at}"
             click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
-        step, names = next(_different_steps(whole, resumed), (0, []))
+        save, names = next(_different_saves(whole, resumed), ((0, ""), []))
+        if not names and (last := max(resumed)[0]) != max(whole)[0]:
+            ended = f"its last save is at step {last}, and that of the whole run at step {max(whole)[0]}"
+            click.echo(f"killed at step {kill_at}, resumed, and ended elsewhere: {ended}.")
+            return DIFFERENT
         if not names:
-            listed = ", ".join(map(str, steps))
+            listed = ", ".join(dict.fromkeys(str(step) for step, _ in steps))
             click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {listed}.")
             return SAME
-        forgotten = _differing(whole[step]["beside"], resumed[step]["beside"])
+        forgotten = _differing(whole[save]["beside"], resumed[save]["beside"])
         # What an optimizer holds differs whenever something else was forgotten.
         forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
         if not forgotten:  # then a kill may have nothing to do with it
             again = _run(Path(folder, "again"), -1, script, arguments)
             if _differs_by_itself(whole, again, f"{script} differs from run to run, without any kill,"):
                 return FAILED
-    click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
+    click.echo(f"killed at step {kill_at}, resumed, and different at step {save[0]}.")
     click.echo(f"forgotten: {', '.join(forgotten)}" if forgotten else _UNKNOWN)
     click.echo(f"so these of the state differ:\n  {shown(names)}")
     return DIFFERENT
 
 
-def _differs_by_itself(one: dict[int, Any], other: dict[int, Any], what: str) -> bool:
+def _differs_by_itself(one: dict[_Save, Any], other: dict[_Save, Any], what: str) -> bool:
     """Say where two runs differ of which neither was resumed, if they do."""
-    for step, names in _different_steps(one, other):
+    for (step, _), names in _different_saves(one, other):
         click.echo(f"{what} at step {step}: {shown(names)}. Seed it, and use deterministic operations.")
         return True
     return False
 
 
-def _different_steps(one: dict[int, Any], other: dict[int, Any]) -> Iterator[tuple[int, list[str]]]:
-    for step in other:
-        if step in one and (names := _differing(one[step]["saved"], other[step]["saved"])):
-            yield step, names
+def _different_saves(one: dict[_Save, Any], other: dict[_Save, Any]) -> Iterator[tuple[_Save, list[str]]]:
+    for save in other:
+        if save in one and (names := _differing(one[save]["saved"], other[save]["saved"])):
+            yield save, names
 
 
 def _differing(left: dict[str, int], right: dict[str, int]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
-def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> dict[int, Any]:
-    """Run the script with its checkpoints in a folder, and return what was recorded at each step."""
+def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> dict[_Save, Any]:
+    """Run the script with its checkpoints in a folder, and return what was recorded at each save."""
     record = folder.with_name("record")
     record.write_text("")
     command = [sys.executable, "-m", __name__, str(folder), str(record), str(kill_at), str(script), *arguments]
@@ -91,7 +97,7 @@ def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> 
     if status != (0 if kill_at < 0 else -signal.SIGKILL):
         what = "success" if kill_at < 0 else f"a save at step {kill_at} or later"
         raise StateTreeError(f"prove-resume: {script} ended with status {status}: expected {what}.")
-    return dict(map(json.loads, record.read_text().splitlines()))
+    return {(step, where): found for step, where, found in map(json.loads, record.read_text().splitlines())}
 
 
 def _beside() -> Iterator[tuple[str, Any]]:
@@ -132,7 +138,8 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
                     if not {*found.leaves.values()} <= {*leaves.values()}:  # else it is saved
                         beside[name] = beside.get(name, 0) ^ found.tree
             with open(record, "a", encoding="utf-8") as file:
-                file.write(json.dumps([int(step), {"saved": dict(leaves), "beside": beside}]) + "\n")
+                row = [int(step), self.directory.name, {"saved": dict(leaves), "beside": beside}]
+                file.write(json.dumps(row) + "\n")
             if 0 <= kill_at <= step:
                 self.close()  # what was saved in the background is complete
                 os.kill(os.getpid(), signal.SIGKILL)

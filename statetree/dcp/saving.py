@@ -42,7 +42,7 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.errors import UnsupportedLeaf, check_now, shown, warn, with_checks
+from statetree.errors import UnsupportedLeaf, check_now, pass_on_from_signal, shown, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
@@ -79,6 +79,7 @@ def _pickled(value: Any, path: Path) -> bytearray:
     try:
         torch.save(compact(value), file)
     except Exception as error:
+        pass_on_from_signal(error)
         msg = (
             f"save: the leaf at {path or '<root>'} ({type(value).__qualname__}) cannot be pickled: "
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.declare import phase
-from statetree.errors import CheckpointError, with_checks
+from statetree.errors import CheckpointError, pass_on_from_signal, with_checks
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
@@ -103,6 +103,7 @@ def opened(
             refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
         return found.open(checkpoint, files, skip_foreign=skip_foreign)
     except OSError as error:
+        pass_on_from_signal(error)
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 

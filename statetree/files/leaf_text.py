@@ -13,6 +13,7 @@ from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
 from statetree.spans.bits import without_elements
 from statetree.spans.element_differences import as_wide
+from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,6 +82,7 @@ class Statistics(NamedTuple):
     num_zero: int
 
 
+@quietly
 def statistics_of(tensor: StoredTensor | torch.Tensor) -> Statistics | None:
     """Return what a tensor's elements are like; ``None`` if they are no numbers."""
     nan = inf = zero = count = 0
@@ -105,6 +107,7 @@ def statistics_of(tensor: StoredTensor | torch.Tensor) -> Statistics | None:
     return Statistics(least, most, mean, math.sqrt(squares / count), nan, inf, zero)
 
 
+@quietly
 def histogram(tensor: StoredTensor | torch.Tensor, found: Statistics | None = None) -> list[int]:
     """Return how many finite elements lie in each of 16 intervals of one size between the least and the most."""
     found = found or statistics_of(tensor)

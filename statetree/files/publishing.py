@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from statetree.declare import renew_after_fork
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, pass_on_from_signal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -109,6 +109,7 @@ def write_whole(
         error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
         if not isinstance(error, OSError):
             raise
+        pass_on_from_signal(error)  # a TimeoutError is an OSError
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         _refuse(path, error.strerror or str(error), remedy)
     finally:

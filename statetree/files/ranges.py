@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import check_later
+from statetree.errors import check_later, pass_on_from_signal
 from statetree.files.block_checksums import BlockChecksums, marks_length
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
@@ -158,6 +158,7 @@ class OpenFiles:
             try:
                 count = os.preadv(handle.number, [view[done:]], offset + done)
             except OSError as error:
+                pass_on_from_signal(error)  # a TimeoutError is one
                 refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
             if not count:
                 refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from contextlib import suppress
 from importlib import import_module
 from itertools import chain
 from operator import mul
@@ -13,7 +14,7 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, whole_box
-from statetree.errors import CheckpointError, check_later, with_checks
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
 from statetree.key_paths import Path
@@ -150,7 +151,9 @@ class StoredTensor:
     def nbytes(self) -> int:
         """How many bytes its elements take if each is stored once."""
         if not self.is_strided:
-            return 0 if self.outline.is_meta else sum(unpack("read", [self.outline], list).columns.nbytes)
+            with suppress(UnsupportedLeaf):  # what cannot be taken apart can be shown
+                return 0 if self.outline.is_meta else sum(unpack("read", [self.outline], list).columns.nbytes)
+            return self.outline.nbytes
         return self.numel * self.dtype.itemsize
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, warn
+from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, pass_on_from_signal, warn
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
@@ -32,7 +32,7 @@ from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
@@ -73,6 +73,8 @@ class TorchArchive:
         if any(name.endswith("/constants.pkl") for name in self.members):
             remedy = "Load it with torch.jit.load, and save its state_dict() with torch.save."
             self.refuse("it is a file of TorchScript, which holds code", remedy)
+        if any(name.endswith(".npy") for name in self.members):
+            self.refuse("it is a NumPy archive (.npz)", "Register a format (docs/howto/file_format.md has this one).")
         if len(pickles) != 1:
             self.refuse("it holds no data.pkl, or several: it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
@@ -164,7 +166,10 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
     file.files.check(file.path)
     if composite is None:
         return
-    for part in unpack("read", [composite], list).parts:
+    parts: Sequence[torch.Tensor] = ()
+    with suppress(UnsupportedLeaf):  # of a dtype that no verb takes apart: each says which leaf has it
+        parts = unpack("read", [composite], list).parts
+    for part in parts:
         place = places.get(storage_key(part.untyped_storage()))
         if place is not None:
             place.verify()
@@ -229,6 +234,7 @@ class TorchFormat(CheckpointFormat):
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # whatever the values' own methods raise
+            pass_on_from_signal(error)
             what = f"torch cannot save the {_culprit(tree)}: {type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"save: {what}. Leave it out (select).") from error
         try:  # by the names in the pickle: tensors are neither made nor mapped

@@ -40,9 +40,9 @@ class RandomState:
             state["numpy"] = list(sys.modules["numpy"].random.get_state())
         return {_rank(): state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state."""
-        own = state[_rank()]
+        own = state_dict[_rank()]
         version, words, gauss = own["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(own["torch"])
@@ -52,12 +52,27 @@ class RandomState:
             sys.modules["numpy"].random.set_state(tuple(own["numpy"]))
 
 
-def random_states() -> dict[str, Any]:
-    """Return the random state of every rank, for frameworks of which the first rank alone saves: all ranks call it."""
-    states = [RandomState().state_dict()]
-    if dist.is_initialized():
-        dist.all_gather_object(states := states * dist.get_world_size(), states[0])
-    return {rank: state for own in states for rank, state in own.items()}
+class RandomStates:
+    """The random state of every rank, for callbacks of frameworks of which the first rank alone saves."""
+
+    _loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states: all ranks call it."""
+        states = [RandomState().state_dict()]
+        if dist.is_initialized():
+            dist.all_gather_object(states := states * dist.get_world_size(), states[0])
+        return {rank: state for own in states for rank, state in own.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states until ``go_on`` is called."""
+        self._loaded = state_dict
+
+    def go_on(self) -> None:
+        """Go on from what was loaded, if anything was."""
+        if self._loaded is not None:
+            RandomState().load_state_dict(self._loaded)
+            self._loaded = None
 
 
 def _rank() -> str:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import pytorch
-from lightning.pytorch import plugins
 
 from statetree.dcp.checkpointer import Checkpointer
-from statetree.integrations import RandomState, random_states
+from statetree.integrations import RandomStates
 
 
-class CheckpointIO(plugins.CheckpointIO):
+class CheckpointIO(pytorch.plugins.CheckpointIO):
     """Saves what Lightning saves as ``step-…`` in ``directory``, in the background: a plugin for one device, or DDP."""
 
     def __init__(self, directory: Any, **options: Any) -> None:
@@ -49,26 +48,27 @@ class CheckpointIO(plugins.CheckpointIO):
             self._made.close()
 
 
-class Callback(pytorch.Callback):
-    """Has a trainer with a ``CheckpointIO`` save when its checkpointer is due, and keeps every rank's random state."""
+class Callback(RandomStates, pytorch.Callback):
+    """Has a trainer with a ``CheckpointIO`` save when that is due, behind all other callbacks; and random states."""
 
-    _loaded: Any = None
     _is_due, _seen = False, -1
 
-    def state_dict(self) -> dict[str, Any]:
-        return random_states()
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.num_training_batches <= trainer.accumulate_grad_batches:
+            raise ValueError("save: expected an epoch of more batches than accumulate_grad_batches, to save within it.")
+        self._seen = trainer.global_step
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._loaded:  # what was drawn since, when the loader was begun once more, was drawn before
-            RandomState().load_state_dict(self._loaded)
-            self._loaded, self._seen = None, trainer.global_step
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.go_on()  # what was drawn since, when the loader was begun once more, was drawn before
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        due = (step := trainer.global_step) != self._seen and trainer.strategy.checkpoint_io.checkpointer.due(step)
-        self._is_due, self._seen = trainer.strategy.broadcast(due) or self._is_due, step
+        if (step := trainer.global_step) == self._seen:  # gradients are being accumulated, which no checkpoint has
+            return
+        due = trainer.strategy.broadcast(trainer.strategy.checkpoint_io.checkpointer.due(step))
+        self._is_due, self._seen = due or self._is_due, step
         if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
             self.on_train_end(trainer)
 

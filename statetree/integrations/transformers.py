@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, trainer_utils
 
 from statetree.dcp.checkpointer import Checkpointer
+from statetree.errors import warn
 from statetree.integrations import RandomState
 
 _KEPT: Final = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "log_history", "best_metric")
@@ -18,59 +19,62 @@ class Callback(TrainerCallback):
 
     Pass it as one of the ``callbacks`` of a ``Trainer`` with ``save_strategy="no"``. If the directory holds a
     checkpoint, ``train()`` goes on from the latest. Batches that were used are read again, and dropped. Each checkpoint
-    is made when the next step begins: with the random state that the step meets. The scaler of ``fp16`` is not saved.
+    is made when the next step begins, with the random state that it meets. The scaler of ``fp16`` is not saved.
 
     Args:
         directory: Where the checkpoints go.
         options: As for ``Checkpointer``: ``every=100``, ``keep=2``.
 
     Raises:
-        ValueError: By ``train()``, if an epoch's batches are no multiple of ``gradient_accumulation_steps``.
+        ValueError: By ``train()``, unless an epoch is a known multiple of ``gradient_accumulation_steps`` batches.
     """
 
     def __init__(self, directory: Any, **options: Any) -> None:
         self.checkpointer = Checkpointer(directory, **options)
-        self._unread = 0
-        self._saved = -1
-        self._random: Any = None
-        self._is_skipped = False
+        self._unread, self._saved, self._is_skipped = 0, -1, False
+        self._random: Any = None  # of a checkpoint; and what it was when the epoch began: loaders order the data by it
+        self._epoch: Any = None
 
     def _tree(self, state: Any, objects: dict[str, Any]) -> dict[str, Any]:
-        progress = json.dumps({name: getattr(state, name, None) for name in _KEPT})
+        self._saved = state.global_step
         kept = {name: objects[name] for name in ("model", "optimizer", "lr_scheduler")}
-        return {**kept, "progress": progress, "random": RandomState().state_dict()}
+        kept["progress"] = json.dumps({name: getattr(state, name, None) for name in _KEPT})
+        return {**kept, "random": RandomState().state_dict(), "epoch": self._epoch or RandomState().state_dict()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        loader = objects["train_dataloader"]
+        if not trainer_utils.has_length(loader) or len(loader) % args.gradient_accumulation_steps:
+            raise ValueError("save: an epoch must be a multiple of gradient_accumulation_steps. Drop the last batch.")
+        if anew := sorted(state.stateful_callbacks.keys() - {"TrainerControl"}):
+            warn(f"save: not saved, so that a resumed run begins it anew: the state of {', '.join(anew)}.")
         if state.global_step or not self.checkpointer.steps():
             return
-        if len(objects["train_dataloader"]) % args.gradient_accumulation_steps:
-            msg = "restore: an epoch must be a multiple of gradient_accumulation_steps. Set dataloader_drop_last."
-            raise ValueError(msg)
         restored = self.checkpointer.restore(self._tree(state, objects))
-        for name, value in json.loads(restored["progress"]).items():
-            setattr(state, name, value)
-        self._random, self._saved = restored["random"], state.global_step
+        vars(state).update(json.loads(restored["progress"]))
+        self._random, self._epoch, self._saved = restored["random"], restored["epoch"], state.global_step
         self._unread = state.global_step * args.gradient_accumulation_steps
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         loader = objects["train_dataloader"]
-        loader.skip_batches = min(self._unread, len(loader))
-        self._unread -= loader.skip_batches
+        loader.skip_batches, self._unread = min(self._unread, len(loader)), max(self._unread - len(loader), 0)
         self._is_skipped = loader.skip_batches == len(loader)
+        if self._random is None:
+            self._epoch = RandomState().state_dict()
+        elif not self._is_skipped:  # the epoch of the checkpoint
+            RandomState().load_state_dict(self._epoch)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self._is_skipped:  # a trainer that sees no batch thinks that there are none
-            control.should_training_stop = False
+        control.should_training_stop &= not self._is_skipped  # a trainer that sees no batch thinks there are none
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._random is not None:
             RandomState().load_state_dict(self._random)
             self._random = None
-        elif self.checkpointer.due(state.global_step):
-            self._saved = state.global_step
-            self.checkpointer.async_save(state.global_step, self._tree(state, objects))
+        elif self.checkpointer.due(step := state.global_step):
+            self.checkpointer.async_save(step, self._tree(state, objects))
             control.should_training_stop |= self.checkpointer.signalled is not None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._saved != state.global_step:
+            self._epoch = None  # which is over
             self.checkpointer.save(state.global_step, self._tree(state, objects))

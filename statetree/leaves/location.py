@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import CheckpointError, StateTreeError, TreeMismatch, UnsupportedLeaf, describe_leaf
+from statetree.errors import (
+    CheckpointError,
+    StateTreeError,
+    TreeMismatch,
+    UnsupportedLeaf,
+    describe_leaf,
+    pass_on_from_signal,
+)
 from statetree.key_paths import Path
 
 if TYPE_CHECKING:
@@ -14,8 +21,14 @@ if TYPE_CHECKING:
 def located_error(
     verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
 ) -> Exception:
-    """Return the error to raise for one that came up while a leaf was taken apart or put together."""
-    path = paths()[index]
+    """Return the error to raise for one that came up while a leaf was taken apart or put together.
+
+    Raise that one itself if the handler of a signal raised it, or where leaves have no paths: the caller says which.
+    """
+    pass_on_from_signal(error)
+    if not (named := paths()):
+        raise error
+    path = named[index]
     inner = getattr(error, "path", None)
     if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
         return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))

@@ -85,6 +85,7 @@ def bits_of_every_dtype(copied: Any) -> None:
     long = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int32, torch.int64, torch.uint64)
     state = {str(dtype): bits.clone().view(dtype) for dtype in (*short, torch.float8_e5m2, *long)}
     state |= {f"{dtype}, 16 bits": _SIXTEEN.clone().view(dtype) for dtype in short[:4]}
+    state["large"] = torch.arange(300_001)
     result = copied({**state, "flag": torch.tensor([True, False])})
     for name, tensor in state.items():
         assert result[name].dtype is tensor.dtype, (name, result[name].dtype)
@@ -197,12 +198,12 @@ def sparse_tensor(copied: Any) -> None:
 
 def torn_snapshot(stager: Any) -> None:
     """What was staged does not change when the next state is staged."""
-    state: Any = {"w": torch.zeros(4096), "step": 0, "scale": torch.tensor(0.0)}
+    state: Any = {"w": torch.zeros(4096), "step": 0, "scale": torch.tensor(0.0), "seen": torch.zeros(3).long()}
     first = stager.wait(stager.stage(state))
-    state["w"].fill_(1.0)
-    state["scale"].fill_(1.0)
+    for name in ("w", "scale", "seen"):
+        state[name].fill_(1)
     second = stager.wait(stager.stage({**state, "step": 1}))
-    assert (first["w"].sum(), first["scale"]) == (0.0, 0.0), "the first snapshot has become the second one"
+    assert not any(first[name].any() for name in ("w", "scale", "seen")), "the first snapshot has become the second one"
     assert (first["step"], second["step"], second["scale"].item()) == (0, 1, 1.0), (first["step"], second["step"])
 
 

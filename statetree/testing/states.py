@@ -46,6 +46,7 @@ STATES = (
     _dict(a=view(kind="parameter"), b=view()),
     _dict(a=again("one_parameter"), b=again("one_parameter")),
     _dict(a=_W, b=_W),
+    _dict(w=tensor((3, 100_001))),  # more elements than blocks and pieces have
     *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in (*HARD_TO_KEEP, *HARD_TO_KEEP_TOO)),
     *(_dict(v=value(plain)) for plain in (2**53 + 1, 0.1, -0.0)),  # a float rounds the first, float32 the second
     *(_dict(w=tensor(shape)) for shape in ((0,), (), (2, 2))),
@@ -67,7 +68,9 @@ STATES = (
     node("dict", (_W,), (("a", 0),)),
     _dict(held=node("Thing", (_W,))),
     *(_MODEL, _OPTIMIZER, _dict(model=_MODEL, optimizer=_OPTIMIZER, step=value(3))),
-    _dict(w=tensor((9, 16))),  # more elements than the others have
+    _dict(w=tensor((2, 3, 2, 2), geometry="channels_last")),
+    _dict(w=tensor((9, 16))),  # more elements than most others have
+    _dict(a=node("list", (_dict(z=_W, a=_dict(c=node("tuple", (_dict(z=_W, b=_W, a=_W),))), b=_W),))),  # deep
     *(_dict(w=tensor(dtype=dtype)) for dtype in DTYPES if dtype not in TRAINING_DTYPES),  # few functions take them
 )
 _SETTINGS = settings(

@@ -103,3 +103,44 @@ def test_that_nothing_known_was_forgotten_is_no_claim_that_nothing_was(what, sta
     assert said in ran.out, ran.err
     assert "forgotten: nothing" not in ran.out
     assert ran.status == status
+
+
+ENDING_EARLY = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    step = saved.latest_step() or 0
+    if step:
+        saved.restore()
+    for step in range(step + 1, 7 if not step else step + 2):
+        saved.save(step, {"x": step})
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_elsewhere_is_not_the_same(tmp_path, statetree):
+    script = tmp_path / "script.py"
+    script.write_text(ENDING_EARLY)
+    ran = statetree("prove-resume", script, "--kill-at", "3")
+    assert "ended elsewhere: its last save is at step 3, and that of the whole run at step 6." in ran.out, ran.err
+    assert ran.status == 1
+
+
+OF_TWO = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("best", keep=None) as best:
+    x = saved.restore()["x"] if saved.steps() else 0
+    for step in range((saved.latest_step() or 0) + 1, 7):
+        x += step
+        if step % 2 == 0:
+            best.save(step, {"best": x})
+        saved.save(step, {"x": x})
+"""
+
+
+@pytest.mark.slow
+def test_checkpointers_of_one_script_are_compared_each_with_itself(tmp_path, statetree):
+    script = tmp_path / "script.py"
+    script.write_text(OF_TWO)
+    ran = statetree("prove-resume", script, "--kill-at", "4")
+    assert "resumed bit for bit: compared at steps 4, 5, 6." in ran.out, ran.err
+    assert ran.status == 0

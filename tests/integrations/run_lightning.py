@@ -30,7 +30,7 @@ def main(directory, every, *callbacks, **options):
     torch.manual_seed(0)
     model = Model()
     data = torch.utils.data.TensorDataset(torch.arange(60.0).view(20, 3) / 60)
-    loader = StatefulDataLoader(data, batch_size=4, shuffle=not options)
+    loader = StatefulDataLoader(data, batch_size=4, shuffle="strategy" not in options)
     io = CheckpointIO(f"{directory}/run", every=every, keep=2)
     trainer = pytorch.Trainer(
         accelerator="cpu", max_epochs=3, plugins=[io], callbacks=[Callback(), *callbacks], default_root_dir=directory,
@@ -54,6 +54,10 @@ class Kill(pytorch.Callback):
 
 
 if __name__ == "__main__":
-    _, directory, kill_at, every, *ranks = sys.argv
-    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False} if ranks else {}
-    main(directory, int(every), Kill(int(kill_at), directory), **options)
+    _, directory, kill_at, every, *how = sys.argv
+    options = {
+        "ddp": {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False},
+        "accumulating": {"accumulate_grad_batches": 2},
+    }.get("".join(how), {})
+    averages = [pytorch.callbacks.EMAWeightAveraging(decay=0.5)] if how == ["averaging"] else []
+    main(directory, int(every), *averages, Kill(int(kill_at), directory), **options)

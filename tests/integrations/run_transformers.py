@@ -11,17 +11,17 @@ import statetree
 from statetree.integrations.transformers import Callback
 
 
-def main(directory, *callbacks):
+def main(directory, *callbacks, data=None, **options):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.3, bos_token_id=0, eos_token_id=0
     )
     model = transformers.GPT2LMHeadModel(config)
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(16, (40, 8))]
+    data = data or [{"input_ids": row, "labels": row} for row in torch.randint(16, (40, 8))]
     args = transformers.TrainingArguments(
         output_dir=f"{directory}/out", save_strategy="no", report_to=[], num_train_epochs=3, logging_strategy="no",
         per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=0.01, use_cpu=True,
-        disable_tqdm=True,
+        disable_tqdm=True, **options,
     )  # fmt: skip
     saving = Callback(f"{directory}/run", every=2, keep=2)
     transformers.Trainer(model, args, train_dataset=data, callbacks=[saving, *callbacks]).train()
@@ -39,5 +39,21 @@ class Kill(transformers.TrainerCallback):
             kill(self.directory)
 
 
+class Drawn(torch.utils.data.Dataset):
+    """Rows that are drawn as they are read."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        row = torch.randint(16, (8,))
+        return {"input_ids": row, "labels": row}
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Kill(int(sys.argv[2]), sys.argv[1]))
+    _, directory, kill_at, *how = sys.argv
+    options = {
+        "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
+        "workers": {"data": Drawn(), "dataloader_num_workers": 1},
+    }.get("".join(how), {})
+    main(directory, Kill(int(kill_at), directory), **options)

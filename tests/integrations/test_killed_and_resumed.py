@@ -12,9 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUNS = [
     ("transformers", 9, ["transformers", "accelerate"], []),
+    ("transformers", 9, ["transformers", "accelerate"], ["unseeded"]),  # whose order comes from torch's random state
+    ("transformers", 9, ["transformers", "accelerate"], ["workers"]),  # which draw what they read
     ("lightning", 7, ["lightning", "torchdata"], ["3"]),  # in the middle of an epoch
     ("lightning", 9, ["lightning", "torchdata"], ["5"]),  # due at its end
     ("lightning", 7, ["lightning", "torchdata"], ["3", "ddp"]),
+    ("lightning", 5, ["lightning", "torchdata"], ["3", "accumulating"]),  # due at an epoch's end
+    ("lightning", 5, ["lightning", "torchdata"], ["3", "averaging"]),
     ("accelerate", 8, ["accelerate", "torchdata"], []),
     ("torchtitan", 8, ["torchtitan"], []),
 ]
@@ -39,3 +43,52 @@ def test_a_killed_run_ends_as_if_it_had_not_been(name, kill_at, packages, more, 
     steps = [path for path in tmp_path.glob("killed/*/step-*") if (path / ".metadata").exists()]
     assert steps, "nothing was saved before the kill"
     assert run(name, tmp_path / "killed", -1, *more) == whole
+
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs transformers and accelerate: make integration installs them",
+)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("default")  # of theirs
+def test_what_could_not_be_resumed_is_refused_before_it_is_saved(tmp_path):
+    import torch
+
+    from tests.integrations.run_transformers import Drawn, main
+
+    class WithoutLength(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(Drawn())
+
+    with pytest.raises(ValueError, match="save: an epoch must be a multiple of gradient_accumulation_steps"):
+        main(tmp_path, data=WithoutLength(), max_steps=4)
+    with pytest.raises(ValueError, match="save: an epoch must be a multiple of gradient_accumulation_steps"):
+        main(tmp_path, data=[Drawn()[0]] * 36)  # nine batches, of which two are a step
+    assert list(tmp_path.glob("run/step-*")) == []
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("default")
+def test_callbacks_whose_state_is_not_saved_are_named(tmp_path):
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    from tests.integrations.run_transformers import main
+
+    class Counting(TrainerCallback, ExportableState):
+        def state(self):
+            return {"args": {}, "attributes": {"count": 1}}
+
+    with pytest.warns(UserWarning, match="begins it anew: the state of Counting"):
+        main(tmp_path, Counting())
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: make integration installs it")
+@pytest.mark.filterwarnings("default")
+def test_an_epoch_within_which_nothing_can_be_saved_is_refused(tmp_path):
+    from tests.integrations.run_lightning import main
+
+    with pytest.raises(ValueError, match="expected an epoch of more batches than accumulate_grad_batches"):
+        main(tmp_path, 3, accumulate_grad_batches=5)

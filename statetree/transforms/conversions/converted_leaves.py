@@ -159,15 +159,17 @@ class LeafMaker:
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
         """Return the leaves."""
         made: dict[Any, Any] = {}
+        numbers: dict[Any, int] = {}  # of copies, which are as long as their blocks are many
         result = []
         for plan in plans:
             key = (plan.shape, plan.which_empty, *((self._place(leaf), block) for leaf, block in plan.blocks))
             if key not in made:
-                made[key] = self._made(plan)
-            leaf, copy = made[key]
+                leaf, copy = self._made(plan)
+                made[key] = leaf, None if copy is None else numbers.setdefault(copy, len(numbers))
+            leaf, number = made[key]
             result.append(leaf)
-            for place, (source, _) in enumerate(plan.blocks if copy is not None else ()):
-                self._copied.setdefault(source, set()).add((copy, place))
+            for place, (source, _) in enumerate(plan.blocks if number is not None else ()):
+                self._copied.setdefault(source, set()).add((number, place))
         if self._copied:
             self._check_ties(plans)
         return result

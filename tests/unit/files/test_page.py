@@ -66,6 +66,13 @@ def test_a_page_has_every_path_and_asks_for_nothing(tmp_path):
     assert sorted(found.paths) == sorted(map(str, st.paths(nested_state())))
 
 
+def test_a_page_is_made_whatever_the_default_device_is(tmp_path):
+    tree = nested_state()
+    with torch.device("meta"):
+        text, _ = page_of(tmp_path, tree)
+    assert text == page_of(tmp_path, tree)[0]
+
+
 def test_names_are_escaped(tmp_path):
     text, _ = page_of(tmp_path, {"<script>alert(1)</script>": bits(2), "v": "</p><img src=x>\x1b[2J"})
     assert "<script>alert" not in text

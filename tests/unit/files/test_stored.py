@@ -62,6 +62,17 @@ def test_every_verb_reads_what_torch_loads(state, tmp_path):
         assert st.similarity(stager.stage(stored), expected, values=True)
 
 
+def test_what_no_verb_takes_apart_is_shown_and_refused_with_its_path(tmp_path):
+    scales = torch.ones(2)
+    packed = torch.quantize_per_channel(torch.ones(2, 4), scales, scales, 0, torch.quint4x2)
+    st.save({"x": {"packed": packed}}, tmp_path / "a.pt")
+    stored = st.files.open(tmp_path / "a.pt")
+    assert st.flatten(stored)[0][0].nbytes == packed.nbytes
+    for verb in (st.offload, st.digest, lambda tree: st.load(tmp_path / "a.pt")):
+        with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x\.packed has the dtype torch\.quint4x2"):
+            verb(stored)
+
+
 def test_values_of_torch_and_quantized_tensors_are_what_torch_loads(tmp_path):
     scales = torch.tensor([0.5, 0.1]), torch.tensor([0, 1])
     with quiet():

@@ -139,3 +139,40 @@ def test_lost_ties_are_found_among_the_first_ten_examples():
         return st.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
     assert not check_transform(untied, examples=10)["ties"].holds
+
+
+def without_the_last_element(state):
+    return on_tensors_of(state, lambda copy: copy.view(-1)[-1:].zero_() if copy.numel() > 100_000 else None)
+
+
+def without_memory_format(state):
+    return on_tensors_of(state, lambda copy: copy.set_(copy.contiguous()) if copy.dim() == 4 else None)
+
+
+def on_tensors_of(state, change):
+    copies = st.offload(state)
+    for copy in st.flatten(copies)[0]:
+        if type(copy) is torch.Tensor and copy.layout is torch.strided and copy.device.type == "cpu":
+            change(copy)
+    return copies
+
+
+def in_order_further_down(state, depth=0):
+    if type(state) is dict:
+        items = [(key, in_order_further_down(value, depth + 1)) for key, value in state.items()]
+        return dict(sorted(items) if depth > 2 and all(type(key) is str for key in state) else items)
+    if type(state) in (list, tuple):
+        return type(state)([in_order_further_down(value, depth + 1) for value in state])
+    return st.offload(state)
+
+
+@pytest.mark.parametrize(
+    ("transform", "law"),
+    [
+        (without_the_last_element, "values"),
+        (without_memory_format, "geometry"),
+        (in_order_further_down, "structure"),
+    ],
+)
+def test_what_only_large_channels_last_or_deep_states_show_is_found(transform, law):
+    assert law in check_transform(transform, laws=None).broken

@@ -1,0 +1,121 @@
+"""What the handler of a signal raises comes out of a verb as it is, wherever it comes: it says nothing of a leaf."""
+
+import functools
+import signal
+
+import pytest
+import torch
+
+import statetree as st
+
+
+class Alarm(Exception):
+    """What a handler raises."""
+
+
+class Alarming:
+    """A leaf in the middle of which the alarm rings, as often as it is taken apart."""
+
+    def __init__(self):
+        self.values = torch.ones(3)
+
+
+class AlarmingType(st.LeafType):
+    def unpack(self, value):
+        signal.raise_signal(signal.SIGALRM)
+        return [value.values], None
+
+    def pack(self, context, parts):
+        return Alarming()
+
+
+st.register_leaf_type(Alarming, AlarmingType)
+
+
+class Pickled:
+    """An object in the middle of which the alarm rings as it is pickled."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGALRM)
+        return Pickled, ()
+
+
+def ring(_number, _frame, error=Alarm):
+    raise error("alarm")
+
+
+class Bell:
+    def ring(self, number, frame):
+        ring(number, frame)
+
+    def __call__(self, number, frame):
+        ring(number, frame)
+
+
+HANDLERS = {
+    "a function": ring,
+    "a method": Bell().ring,
+    "an object": Bell(),
+    "a partial": functools.partial(ring, error=Alarm),
+}
+VERBS = {
+    "offload": st.offload,
+    "similarity": lambda tree: st.similarity(tree, tree.copy()),
+    "digest": st.digest,
+    "delta": lambda tree: st.delta(tree, tree.copy()),
+    "stage": lambda tree: st.Stager().stage(tree),
+    "gather": st.gather,
+}
+
+
+@pytest.fixture
+def rings(request):
+    """Have the alarm ring a bell: the one that is asked for."""
+    before = signal.signal(signal.SIGALRM, getattr(request, "param", ring))
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("leaf", [Alarming, Pickled])
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.usefixtures("rings")
+def test_it_comes_out_of_every_verb(verb, leaf):
+    with pytest.raises(Alarm, match=r"^alarm$"):
+        VERBS[verb]({"a": torch.ones(2), "b": leaf()})
+
+
+@pytest.mark.parametrize("rings", HANDLERS.values(), ids=HANDLERS, indirect=True)
+@pytest.mark.usefixtures("rings")
+def test_whatever_the_handler_is():
+    with pytest.raises(Alarm, match=r"^alarm$"):
+        st.similarity({"b": Alarming()}, {"b": Alarming()})
+
+
+@pytest.mark.parametrize("rings", [functools.partial(ring, error=TimeoutError)], indirect=True)
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+@pytest.mark.usefixtures("rings")
+def test_a_file_is_not_blamed_for_it(name, tmp_path):
+    """A ``TimeoutError`` is an ``OSError``, as those of disks are."""
+    with pytest.raises(TimeoutError, match=r"^alarm$"):
+        st.save({"b": Pickled()}, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rings", [functools.partial(ring, error=TimeoutError)], indirect=True)
+@pytest.mark.usefixtures("rings")
+def test_a_read_is_not_blamed_for_it(tmp_path, monkeypatch):
+    st.save({"a": torch.arange(4.0)}, tmp_path / "a.pt")
+    monkeypatch.setattr("os.preadv", lambda *_: signal.raise_signal(signal.SIGALRM))
+    with pytest.raises(TimeoutError, match=r"^alarm$"):
+        st.load(tmp_path / "a.pt")
+
+
+def test_an_error_of_the_leaf_itself_still_names_the_leaf():
+    class Failing:
+        def __reduce__(self):
+            raise Alarm("alarm")  # of nobody's handler
+
+    with pytest.raises(st.UnsupportedLeaf, match=r"offload: .* at b") as caught:
+        st.offload({"b": Failing()})
+    assert str(caught.value.path) == "b"
+    assert "Alarm: alarm" in str(st.similarity({"b": Failing()}, {"b": Failing()}))
