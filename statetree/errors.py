@@ -5,18 +5,19 @@ And what is checked once more when a verb ends, for errors that can be told only
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import traceback
 import warnings
-from itertools import combinations
+from inspect import CO_VARARGS
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from statetree.key_paths import is_tensor, literal, nearest, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from statetree.key_paths import Path
 
@@ -97,7 +98,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Whether what came up in somebody else's code concerns that alone: errors and exits, but of no signal's handler.
+    """Whether what came up in somebody else's code concerns that alone: an error or an exit.
 
     An interrupt concerns the program, and so does what the handler of a signal raises.
     """
@@ -105,20 +106,34 @@ def is_users_own(error: BaseException) -> bool:
 
 
 def pass_on_from_signal(error: BaseException) -> None:
-    """Raise what the handler of a signal raised (an alarm, say), if an error is that, or comes from it."""
+    """Raise what the handler of a signal raised (an alarm, say), if an error is that or was raised from it."""
     raised = _from_signal(error)
     if raised is not None:
         raise raised
 
 
 def _from_signal(error: BaseException) -> BaseException | None:
-    handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
-    calls = [getattr(found, "func", found) for found in handlers]
-    codes = {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
-    for found in chain_of(error):
-        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(found.__traceback__)):
+    """Return what the handler of a signal raised, of an error and its causes.
+
+    (Not of its context: whoever calls us after an alarm has that for the context of every error.)
+    """
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+        if any(_handles_signal(frame, caller) for caller, frame in pairwise(frames)):
             return found
+        found = found.__cause__
     return None
+
+
+def _handles_signal(frame: FrameType, caller: FrameType) -> bool:
+    """Whether a frame is that of a handler: it is given the frame that it interrupts, which is its caller."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return any(each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given)
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -112,7 +112,7 @@ def _laws(transform: Any, kind: str) -> int:
     held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
     click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
     if needless:
-        click.echo(f"These do not hold either, which a save need not keep: {', '.join(needless)}.")
+        click.echo(f"Not needed of a save, and not kept: {', '.join(needless)}.")
     return DIFFERENT if broken else SAME
 
 

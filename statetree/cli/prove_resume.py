@@ -49,8 +49,10 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
             click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
         save, names = next(_different_saves(whole, resumed), ((0, ""), []))
-        if not names and (last := max(resumed)[0]) != max(whole)[0]:
-            ended = f"its last save is at step {last}, and that of the whole run at step {max(whole)[0]}"
+        elsewhere = [where for where in _last(whole) if _last(whole)[where] != _last(resumed).get(where)]
+        if elsewhere and not names and _by_steps(whole, killed):
+            last, expected = (_last(run).get(elsewhere[0]) for run in (resumed, whole))
+            ended = f"the last save to {elsewhere[0]} is at step {last}, and that of the whole run at step {expected}"
             click.echo(f"killed at step {kill_at}, resumed, and ended elsewhere: {ended}.")
             return DIFFERENT
         if not names:
@@ -68,6 +70,18 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     click.echo(f"forgotten: {', '.join(forgotten)}" if forgotten else _UNKNOWN)
     click.echo(f"so these of the state differ:\n  {shown(names)}")
     return DIFFERENT
+
+
+def _last(run: dict[_Save, Any]) -> dict[str, int]:
+    """Return the last step that each checkpointer saved."""
+    return {where: step for step, where in sorted(run)}
+
+
+def _by_steps(whole: dict[_Save, Any], killed: dict[_Save, Any]) -> bool:
+    """Whether steps alone say when something is saved, and not a clock: then a killed run saves at the same ones."""
+    end = max(killed)[0]
+    saves = [{save for save in run if save[0] < end} for run in (whole, killed)]
+    return saves[0] == saves[1]
 
 
 def _differs_by_itself(one: dict[_Save, Any], other: dict[_Save, Any], what: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown
 from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
     except StateTreeError:
         raise
     except Exception as error:
+        pass_on_from_signal(error)
         remedy = "It is incomplete, and does not load. Save again once the cause is mended."
         if verb == "load":
             remedy = "The template's tensors may be filled in part. Load another checkpoint."

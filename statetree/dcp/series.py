@@ -77,7 +77,7 @@ def _changed(directory: Path) -> int:
 def bytes_in(directory: Path) -> int:
     """Return how many bytes the files of a checkpoint have."""
     with suppress(OSError):  # it may be removed meanwhile
-        return sum(entry.stat().st_size for entry in os.scandir(directory))
+        return sum([os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory)])
     return 0
 
 
@@ -101,7 +101,7 @@ class Series:
         for _ in range(_LOOKS):
             found, before = [], _changed(self.directory)
             with suppress(FileNotFoundError, NotADirectoryError):
-                for entry in os.scandir(self.directory):
+                for entry in list(os.scandir(self.directory)):
                     match = _NAME.fullmatch(entry.name)
                     if match and entry.is_dir():
                         step = int(match[1] or match[2])

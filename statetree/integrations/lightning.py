@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning import pytorch
 
 from statetree.dcp.checkpointer import Checkpointer
+from statetree.errors import warn
 from statetree.integrations import RandomStates
 
 
@@ -57,20 +58,19 @@ class Callback(RandomStates, pytorch.Callback):
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.num_training_batches <= trainer.accumulate_grad_batches:
-            raise ValueError("save: expected an epoch of more batches than accumulate_grad_batches, to save within it.")
+        if trainer.num_training_batches <= trainer.accumulate_grad_batches and not trainer.fast_dev_run:
+            warn("save: nothing is saved before the run ends: an epoch is one step, and only within one can it resume.")
         self._seen = trainer.global_step
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.go_on()  # what was drawn since, when the loader was begun once more, was drawn before
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if (step := trainer.global_step) == self._seen:  # gradients are being accumulated, which no checkpoint has
-            return
-        due = trainer.strategy.broadcast(trainer.strategy.checkpoint_io.checkpointer.due(step))
-        self._is_due, self._seen = due or self._is_due, step
-        if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
-            self.on_train_end(trainer)
+        if (step := trainer.global_step) != self._seen:  # else gradients are accumulated, which no checkpoint has
+            due = trainer.strategy.broadcast(trainer.strategy.checkpoint_io.checkpointer.due(step))
+            self._is_due, self._seen = due or self._is_due, step
+            if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
+                self.on_train_end(trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         io = trainer.strategy.checkpoint_io

@@ -17,9 +17,8 @@ _KEPT: Final = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "
 class Callback(TrainerCallback):
     """Saves model, optimizer, scheduler, progress and random state, and resumes them, and where the data were.
 
-    Pass it as one of the ``callbacks`` of a ``Trainer`` with ``save_strategy="no"``. If the directory holds a
-    checkpoint, ``train()`` goes on from the latest. Batches that were used are read again, and dropped. Each checkpoint
-    is made when the next step begins, with the random state that it meets. The scaler of ``fp16`` is not saved.
+    Pass it to a ``Trainer`` with ``save_strategy="no"``: ``train()`` goes on from the latest checkpoint, if there is
+    one. Batches that were used are read again, and dropped. The scaler of ``fp16`` is not saved.
 
     Args:
         directory: Where the checkpoints go.
@@ -36,13 +35,12 @@ class Callback(TrainerCallback):
         self._epoch: Any = None
 
     def _tree(self, state: Any, objects: dict[str, Any]) -> dict[str, Any]:
-        self._saved = state.global_step
-        kept = {name: objects[name] for name in ("model", "optimizer", "lr_scheduler")}
+        self._saved, kept = state.global_step, {name: objects[name] for name in ("model", "optimizer", "lr_scheduler")}
         kept["progress"] = json.dumps({name: getattr(state, name, None) for name in _KEPT})
         return {**kept, "random": RandomState().state_dict(), "epoch": self._epoch or RandomState().state_dict()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        loader = objects["train_dataloader"]
+        loader, self._unread, self._random = objects["train_dataloader"], 0, None
         if not trainer_utils.has_length(loader) or len(loader) % args.gradient_accumulation_steps:
             raise ValueError("save: an epoch must be a multiple of gradient_accumulation_steps. Drop the last batch.")
         if anew := sorted(state.stateful_callbacks.keys() - {"TrainerControl"}):
@@ -62,6 +60,7 @@ class Callback(TrainerCallback):
             self._epoch = RandomState().state_dict()
         elif not self._is_skipped:  # the epoch of the checkpoint
             RandomState().load_state_dict(self._epoch)
+            self._random = self._random if loader.skip_batches else None  # nothing was drawn by then but the order
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         control.should_training_stop &= not self._is_skipped  # a trainer that sees no batch thinks there are none
@@ -70,11 +69,12 @@ class Callback(TrainerCallback):
         if self._random is not None:
             RandomState().load_state_dict(self._random)
             self._random = None
-        elif self.checkpointer.due(step := state.global_step):
+        elif self._saved != (step := state.global_step) and self.checkpointer.due(step):
             self.checkpointer.async_save(step, self._tree(state, objects))
             control.should_training_stop |= self.checkpointer.signalled is not None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._saved != state.global_step:
-            self._epoch = None  # which is over
+            is_over = not state.global_step * args.gradient_accumulation_steps % len(objects["train_dataloader"])
+            self._epoch = None if is_over else self._epoch
             self.checkpointer.save(state.global_step, self._tree(state, objects))

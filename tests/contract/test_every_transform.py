@@ -61,7 +61,15 @@ def promised(verb, tree):
     return verb.laws(ties=tree.name != "tied_far_apart")  # which is cut at its gap
 
 
-@pytest.mark.parametrize(("verb", "tree"), PAIRS)
+#: Trees that take seconds for all laws of some transforms.
+LONG = {"deep_mixture", "deep_lists", "wide"}
+LAWFUL = [
+    pytest.param(*pair.values, id=pair.id, marks=pytest.mark.slow if pair.values[1].name in LONG else pair.marks)
+    for pair in PAIRS
+]
+
+
+@pytest.mark.parametrize(("verb", "tree"), LAWFUL)
 def test_every_law_holds(verb, tree):
     source = tree.make()
     for law in promised(verb, tree):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import statetree
 from statetree.dcp import Checkpointer, Event, schedule
+from statetree.dcp.series import bytes_in
 from statetree.testing import run_ranks
 
 
@@ -197,3 +200,12 @@ def test_a_kill_between_the_renamings_loses_nothing(tmp_path, monkeypatch):
     assert saved.path(7) == tmp_path / "step-00000007"
     assert saved.restore(step=7)["w"].tolist() == [1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
+
+
+def test_counting_bytes_that_are_removed_meanwhile_leaves_nothing_open(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "removed")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert bytes_in(tmp_path) == 0
+        gc.collect()
+    assert caught == []

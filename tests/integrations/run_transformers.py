@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import torch
@@ -20,10 +22,11 @@ def main(directory, *callbacks, data=None, **options):
     data = data or [{"input_ids": row, "labels": row} for row in torch.randint(16, (40, 8))]
     args = transformers.TrainingArguments(
         output_dir=f"{directory}/out", save_strategy="no", report_to=[], num_train_epochs=3, logging_strategy="no",
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=0.01, use_cpu=True,
-        disable_tqdm=True, **options,
+        per_device_train_batch_size=4, learning_rate=0.01, use_cpu=True, disable_tqdm=True,
+        **{"gradient_accumulation_steps": 2, **options},
     )  # fmt: skip
     saving = Callback(f"{directory}/run", every=2, keep=2)
+    saving.checkpointer.save_on(signal.SIGTERM)
     transformers.Trainer(model, args, train_dataset=data, callbacks=[saving, *callbacks]).train()
     print("weights", statetree.digest(model.state_dict()))
 
@@ -37,6 +40,12 @@ class Kill(transformers.TrainerCallback):
 
         if state.global_step == self.at:
             kill(self.directory)
+
+
+class Preempt(Kill):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -55,5 +64,7 @@ if __name__ == "__main__":
     options = {
         "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
         "workers": {"data": Drawn(), "dataloader_num_workers": 1},
+        "preempted": {"accelerator_config": {"use_seedable_sampler": False}, "gradient_accumulation_steps": 1},
     }.get("".join(how), {})
-    main(directory, Kill(int(kill_at), directory), **options)
+    end = Preempt if how == ["preempted"] else Kill
+    main(directory, end(int(kill_at), directory), **options)

@@ -45,6 +45,17 @@ def test_a_killed_run_ends_as_if_it_had_not_been(name, kill_at, packages, more, 
     assert run(name, tmp_path / "killed", -1, *more) == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [13, 9])  # within an epoch, and before the last step of one
+def test_a_preempted_run_goes_on_as_if_it_had_not_been(stop_at, tmp_path):
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        pytest.skip("needs transformers, accelerate: make integration installs them")
+    whole = run("transformers", tmp_path / "whole", -1, "preempted")
+    assert run("transformers", tmp_path / "stopped", stop_at, "preempted") != whole
+    assert (tmp_path / "stopped" / "run" / f"step-{stop_at + 1:08}" / ".metadata").exists()
+    assert run("transformers", tmp_path / "stopped", -1, "preempted") == whole
+
+
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,
     reason="needs transformers and accelerate: make integration installs them",
@@ -85,10 +96,14 @@ def test_callbacks_whose_state_is_not_saved_are_named(tmp_path):
         main(tmp_path, Counting())
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: make integration installs it")
+@pytest.mark.skipif(
+    find_spec("lightning") is None or find_spec("torchdata") is None,
+    reason="needs lightning and torchdata: make integration installs them",
+)
 @pytest.mark.filterwarnings("default")
-def test_an_epoch_within_which_nothing_can_be_saved_is_refused(tmp_path):
+def test_an_epoch_within_which_nothing_can_be_saved_gives_a_warning(tmp_path):
     from tests.integrations.run_lightning import main
 
-    with pytest.raises(ValueError, match="expected an epoch of more batches than accumulate_grad_batches"):
+    with pytest.warns(UserWarning, match="save: nothing is saved before the run ends: an epoch is one step"):
         main(tmp_path, 3, accumulate_grad_batches=5)
+    assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-00000003"]

@@ -67,7 +67,7 @@ def test_a_page_has_every_path_and_asks_for_nothing(tmp_path):
 
 
 def test_a_page_is_made_whatever_the_default_device_is(tmp_path):
-    tree = nested_state()
+    tree = {**nested_state(), "nowhere": torch.ones(2, device="meta")}
     with torch.device("meta"):
         text, _ = page_of(tmp_path, tree)
     assert text == page_of(tmp_path, tree)[0]

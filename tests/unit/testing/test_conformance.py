@@ -166,6 +166,7 @@ def flat(state):
     return {name: leaf.full_tensor().clone() if isinstance(leaf, DTensor) else leaf for name, leaf in state.items()}
 
 
+@pytest.mark.slow
 def test_a_gather_of_flat_dicts_is_blamed_for_nothing_else():
     assert set(conformance(gather=flat).failed) <= {"tied_shards", "order_of_keys"}
 

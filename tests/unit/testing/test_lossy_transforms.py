@@ -160,7 +160,7 @@ def on_tensors_of(state, change):
 def in_order_further_down(state, depth=0):
     if type(state) is dict:
         items = [(key, in_order_further_down(value, depth + 1)) for key, value in state.items()]
-        return dict(sorted(items) if depth > 2 and all(type(key) is str for key in state) else items)
+        return dict(sorted(items) if depth > 2 < len(items) and all(type(key) is str for key in state) else items)
     if type(state) in (list, tuple):
         return type(state)([in_order_further_down(value, depth + 1) for value in state])
     return st.offload(state)
