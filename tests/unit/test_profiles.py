@@ -107,6 +107,7 @@ SEEN = {
     "load": {"plan", "sums", "waiting"},
     "load, verify=False": {"plan", "waiting"},
     "load into shards": {"plan", "waiting"},
+    "load a directory into shards": {"plan", "waiting"},
     "compare two files": {"compare", "waiting"},
     "distribute from one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
     "distribute from one, prepared, in_place": {"checks", "bytes", "waiting"},
