@@ -5,11 +5,11 @@ And what is checked once more when a verb ends, for errors that can be told only
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import traceback
 import warnings
-from inspect import CO_VARARGS
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
@@ -117,22 +117,29 @@ def _from_signal(error: BaseException) -> BaseException | None:
 
     (Not of its context: whoever calls us after an alarm has that for the context of every error.)
     """
+    handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
+    calls = [getattr(handler, "func", handler) for handler in handlers]
+    codes = {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
     found: BaseException | None = error
     seen: set[int] = set()
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
-        if any(_handles_signal(frame, caller) for caller, frame in pairwise(frames)):
+        if any(frame.f_code in codes and _is_given(frame, caller) for caller, frame in pairwise(frames)):
             return found
         found = found.__cause__
     return None
 
 
-def _handles_signal(frame: FrameType, caller: FrameType) -> bool:
-    """Whether a frame is that of a handler: it is given the frame that it interrupts, which is its caller."""
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
-    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+def _is_given(frame: FrameType, caller: FrameType) -> bool:
+    """Whether a frame was given its caller, as the handler of a signal is given the frame that it interrupts.
+
+    (Decorators share their code: not all that runs it handles a signal.)
+    """
+    held = frame.f_locals
+    given = list(held.values())
+    if type(held) is dict:
+        held.clear()  # a copy, which Python keeps with the frame up to 3.12
     return any(each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given)
 
 

@@ -53,14 +53,8 @@ class Bell:
         ring(number, frame)
 
 
-def ring_once(number, frame):
-    signal.signal(number, signal.SIG_IGN)
-    ring(number, frame)
-
-
 HANDLERS = {
     "a decorated function": torch.no_grad()(ring),
-    "one that resets itself": ring_once,
     "a lambda": lambda *_: ring(*_),
     "a function": ring,
     "a method": Bell().ring,
