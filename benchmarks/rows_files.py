@@ -262,7 +262,7 @@ def _filled(state: KeptShards, target: dict[str, DTensor]) -> dict[str, Any]:
 
 
 def _shared_folder() -> Path:
-    """Return a folder of all ranks, which is removed when the first one ends."""
+    """Return a folder of all ranks, which is removed with the first process that ends."""
     folder = [mkdtemp() if not dist.get_rank() else None]
     dist.broadcast_object_list(folder)
     here = Path(str(folder[0]))

@@ -139,7 +139,7 @@ def _is_given(frame: FrameType, caller: FrameType) -> bool:
     held = frame.f_locals
     given = list(held.values())
     if type(held) is dict:
-        held.clear()  # a copy, which Python keeps with the frame up to 3.12
+        held.clear()  # a copy, which Python up to 3.12 keeps with the frame, and all that it holds
     return any(each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given)
 
 

@@ -24,7 +24,7 @@ from statetree.cli.process import DIFFERENT, FAILED, SAME
 from statetree.errors import StateTreeError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 #: A step, and the folder of the checkpointer that saved it.
 _Save = tuple[int, str]
@@ -49,11 +49,11 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
             click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
         save, names = next(_different_saves(whole, resumed), ((0, ""), []))
-        elsewhere = [where for where in _last(whole) if _last(whole)[where] != _last(resumed).get(where)]
-        if elsewhere and not names and _by_steps(whole, killed):
-            last, expected = (_last(run).get(elsewhere[0]) for run in (resumed, whole))
-            ended = f"the last save to {elsewhere[0]} is at step {last}, and that of the whole run at step {expected}"
-            click.echo(f"killed at step {kill_at}, resumed, and ended elsewhere: {ended}.")
+        before = [*killed][:-1]  # the last save was begun alone
+        ends = (_last_steps([*before, *resumed]), _last_steps(whole))
+        if not names and ends[0] != ends[1] and _by_steps(whole, before):
+            found, expected = (", ".join(f"step {step} of {where}" for where, step in end.items()) for end in ends)
+            click.echo(f"killed at step {kill_at}, resumed, and saved last {found}: the whole run {expected}.")
             return DIFFERENT
         if not names:
             listed = ", ".join(dict.fromkeys(str(step) for step, _ in steps))
@@ -72,16 +72,14 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     return DIFFERENT
 
 
-def _last(run: dict[_Save, Any]) -> dict[str, int]:
+def _last_steps(saves: Iterable[_Save]) -> dict[str, int]:
     """Return the last step that each checkpointer saved."""
-    return {where: step for step, where in sorted(run)}
+    return {where: step for step, where in sorted(saves)}
 
 
-def _by_steps(whole: dict[_Save, Any], killed: dict[_Save, Any]) -> bool:
-    """Whether steps alone say when something is saved, and not a clock: then a killed run saves at the same ones."""
-    end = max(killed)[0]
-    saves = [{save for save in run if save[0] < end} for run in (whole, killed)]
-    return saves[0] == saves[1]
+def _by_steps(whole: Iterable[_Save], before: Sequence[_Save]) -> bool:
+    """Whether what was saved before a kill is what the whole run saved by then: else a clock may decide that."""
+    return {*before} == {save for save in whole if before and save <= max(before)}
 
 
 def _differs_by_itself(one: dict[_Save, Any], other: dict[_Save, Any], what: str) -> bool:

@@ -77,7 +77,7 @@ def _changed(directory: Path) -> int:
 def bytes_in(directory: Path) -> int:
     """Return how many bytes the files of a checkpoint have."""
     with suppress(OSError):  # it may be removed meanwhile
-        return sum([os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory)])
+        return sum(entry.stat().st_size for entry in list(os.scandir(directory)))
     return 0
 
 

@@ -42,7 +42,7 @@ class Callback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         loader, self._unread, self._random = objects["train_dataloader"], 0, None
         if not trainer_utils.has_length(loader) or len(loader) % args.gradient_accumulation_steps:
-            raise ValueError("save: an epoch must be a multiple of gradient_accumulation_steps. Drop the last batch.")
+            raise ValueError("save: expected a known number of batches an epoch, n * gradient_accumulation_steps.")
         if anew := sorted(state.stateful_callbacks.keys() - {"TrainerControl"}):
             warn(f"save: not saved, so that a resumed run begins it anew: the state of {', '.join(anew)}.")
         if state.global_step or not self.checkpointer.steps():

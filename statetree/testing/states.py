@@ -69,7 +69,6 @@ STATES = (
     _dict(held=node("Thing", (_W,))),
     *(_MODEL, _OPTIMIZER, _dict(model=_MODEL, optimizer=_OPTIMIZER, step=value(3))),
     _dict(w=tensor((2, 3, 2, 2), geometry="channels_last")),
-    _dict(w=tensor((9, 16))),  # more elements than most others have
     _dict(a=node("list", (_dict(z=_W, a=_dict(c=node("tuple", (_dict(z=_W, b=_W, a=_W),))), b=_W),))),  # deep
     *(_dict(w=tensor(dtype=dtype)) for dtype in DTYPES if dtype not in TRAINING_DTYPES),  # few functions take them
 )

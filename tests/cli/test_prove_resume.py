@@ -49,6 +49,48 @@ with statetree.Checkpointer("run", keep=None) as saved:
 """
 
 
+ENDING_EARLY = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    step = saved.latest_step() or 0
+    if step:
+        saved.restore()
+    for step in range(step + 1, 7 if not step else step + 2):
+        saved.save(step, {"x": step})
+"""
+BY_THE_CLOCK = """
+import os, sys, statetree
+whole = not os.path.exists("ran")
+with statetree.Checkpointer("run", keep=None) as saved, open("ran", "a"):
+    start = saved.latest_step() or 0
+    x = saved.restore()["x"] if start else 0
+    for step in range(start + 1, 10):
+        x += step
+        if step % 2 == 0 if whole else step % 3 == 0 or step in (4, 8):  # as it were
+            saved.save(step, {"x": x})
+"""
+OF_TWO = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("best", keep=None) as best:
+    x = saved.restore()["x"] if saved.steps() else 0
+    for step in range((saved.latest_step() or 0) + 1, 7):
+        x += step
+        if step % 2 == 0:
+            best.save(step, {"best": x})
+        saved.save(step, {"x": x})
+"""
+ONLY_EARLY = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("best", keep=None) as best:
+    x = saved.restore()["x"] if saved.steps() else 0
+    for step in range((saved.latest_step() or 0) + 1, 7):
+        x += step
+        if step == 2:
+            best.save(step, {"best": x})
+        saved.save(step, {"x": x})
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is not above")
 @pytest.mark.parametrize(
@@ -58,10 +100,15 @@ with statetree.Checkpointer("run", keep=None) as saved:
         (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
+        (ENDING_EARLY, 3, 1, "resumed, and saved last step 3 of run: the whole run step 6 of run."),
+        (BY_THE_CLOCK, 4, 0, "resumed bit for bit: compared at steps 4, 6, 8."),
+        (OF_TWO, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
+        (ONLY_EARLY, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
     ],
-    ids=["unseeded", "anew", "never", "fails"],
+    ids=["unseeded", "anew", "never", "fails", "ends early", "by the clock", "of two", "one of two early"],
 )
-def test_a_script_that_cannot_be_proved_is_told_so(text, kill_at, status, said, tmp_path, statetree):
+def test_what_is_said_of_a_script(text, kill_at, status, said, tmp_path, statetree, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(text)
     ran = statetree("prove-resume", script, "--kill-at", str(kill_at))
@@ -103,68 +150,3 @@ def test_that_nothing_known_was_forgotten_is_no_claim_that_nothing_was(what, sta
     assert said in ran.out, ran.err
     assert "forgotten: nothing" not in ran.out
     assert ran.status == status
-
-
-ENDING_EARLY = """
-import statetree
-with statetree.Checkpointer("run", keep=None) as saved:
-    step = saved.latest_step() or 0
-    if step:
-        saved.restore()
-    for step in range(step + 1, 7 if not step else step + 2):
-        saved.save(step, {"x": step})
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_elsewhere_is_not_the_same(tmp_path, statetree):
-    script = tmp_path / "script.py"
-    script.write_text(ENDING_EARLY)
-    ran = statetree("prove-resume", script, "--kill-at", "3")
-    said = "ended elsewhere: the last save to run is at step 3, and that of the whole run at step 6."
-    assert said in ran.out, ran.err
-    assert ran.status == 1
-
-
-BY_THE_CLOCK = """
-import os, sys, statetree
-whole = not os.path.exists("ran")
-with statetree.Checkpointer("run", keep=None) as saved, open("ran", "a"):
-    start = saved.latest_step() or 0
-    x = saved.restore()["x"] if start else 0
-    for step in range(start + 1, 10):
-        x += step
-        if step % 2 == 0 if whole else step % 3 == 0 or step in (4, 8):  # as it were
-            saved.save(step, {"x": x})
-"""
-
-
-@pytest.mark.slow
-def test_a_clock_may_decide_what_is_saved_last(tmp_path, statetree, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "script.py"
-    script.write_text(BY_THE_CLOCK)
-    ran = statetree("prove-resume", script, "--kill-at", "4")
-    assert "resumed bit for bit: compared at steps 4, 6, 8." in ran.out, ran.err
-    assert ran.status == 0
-
-
-OF_TWO = """
-import statetree
-with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("best", keep=None) as best:
-    x = saved.restore()["x"] if saved.steps() else 0
-    for step in range((saved.latest_step() or 0) + 1, 7):
-        x += step
-        if step % 2 == 0:
-            best.save(step, {"best": x})
-        saved.save(step, {"x": x})
-"""
-
-
-@pytest.mark.slow
-def test_checkpointers_of_one_script_are_compared_each_with_itself(tmp_path, statetree):
-    script = tmp_path / "script.py"
-    script.write_text(OF_TWO)
-    ran = statetree("prove-resume", script, "--kill-at", "4")
-    assert "resumed bit for bit: compared at steps 4, 5, 6." in ran.out, ran.err
-    assert ran.status == 0
