@@ -13,7 +13,6 @@ from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
 from statetree.spans.bits import without_elements
 from statetree.spans.element_differences import as_wide
-from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +81,6 @@ class Statistics(NamedTuple):
     num_zero: int
 
 
-@quietly
 def statistics_of(tensor: StoredTensor | torch.Tensor) -> Statistics | None:
     """Return what a tensor's elements are like; ``None`` if they are no numbers."""
     nan = inf = zero = count = 0
@@ -107,7 +105,6 @@ def statistics_of(tensor: StoredTensor | torch.Tensor) -> Statistics | None:
     return Statistics(least, most, mean, math.sqrt(squares / count), nan, inf, zero)
 
 
-@quietly
 def histogram(tensor: StoredTensor | torch.Tensor, found: Statistics | None = None) -> list[int]:
     """Return how many finite elements lie in each of 16 intervals of one size between the least and the most."""
     found = found or statistics_of(tensor)
@@ -138,7 +135,7 @@ def pieces_of(tensor: StoredTensor | torch.Tensor) -> Iterator[torch.Tensor]:
         has_none, tensor = tensor.is_repetitive, tensor.tensor()
     has_none = has_none or tensor.is_meta or tensor.is_nested or tensor.is_quantized
     has_none = has_none or (tensor.layout is torch.strided and without_elements(tensor) != "")
-    yield from torch.zeros(1, 0) if has_none else tensor.detach().to_dense().flatten().split(_BUCKET)
+    yield from torch.zeros(1, 0, device="cpu") if has_none else tensor.detach().to_dense().flatten().split(_BUCKET)
 
 
 def stats_text(found: Statistics | None) -> str:

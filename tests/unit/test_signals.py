@@ -3,11 +3,13 @@
 import functools
 import signal
 import tempfile
+import weakref
 
 import pytest
 import torch
 
 import statetree as st
+from statetree.errors import clear_frames, is_users_own
 
 
 class Alarm(Exception):
@@ -124,6 +126,13 @@ def test_a_file_is_not_blamed_for_it(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("rings")
+def test_a_value_that_is_pickled_is_not_blamed_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.save", lambda *_: signal.raise_signal(signal.SIGALRM))
+    with pytest.raises(Alarm, match=r"^alarm$"):
+        st.save({"b": {1, 2}}, tmp_path / "a")
+
+
 @pytest.mark.parametrize("rings", [functools.partial(ring, error=TimeoutError)], indirect=True)
 @pytest.mark.usefixtures("rings")
 def test_a_read_is_not_blamed_for_it(tmp_path, monkeypatch):
@@ -163,3 +172,23 @@ def test_an_error_of_the_leaf_itself_still_names_the_leaf():
         st.offload({"b": Failing()})
     assert str(caught.value.path) == "b"
     assert "of nobody's handler" in str(st.similarity({"b": Failing()}, {"b": Failing()}))
+
+
+@torch.no_grad()
+def fails_with(_tensor):
+    raise Alarm("of nobody's handler")
+
+
+@pytest.mark.parametrize("rings", [torch.no_grad()(ring)], indirect=True)
+@pytest.mark.usefixtures("rings")
+def test_what_frames_held_is_let_go_of():
+    tensor = torch.ones(2)
+    seen = weakref.ref(tensor)
+    try:
+        fails_with(tensor)
+    except Alarm as raised:
+        error = raised
+    assert is_users_own(error)
+    clear_frames(error)
+    del tensor
+    assert seen() is None

@@ -118,6 +118,15 @@ def test_one_leaf_may_have_several_names():
     assert found["tokens"].shape == (3, 2)
 
 
+def test_ties_are_kept_by_equal_copies_and_lost_by_others():
+    pairs = st.Conversion([([a, x], f"{a}{x}", "f, f -> (f + f)") for a, x in ("ax", "by")])
+    tied, one = ramp(3), ramp(3, start=7)
+    found = pairs({"a": tied, "x": one, "b": tied, "y": one})
+    assert found["ax"] is found["by"]
+    with pytest.raises(st.TreeMismatch, match="ties at a"):
+        pairs({"a": tied, "x": one, "b": tied, "y": ramp(3, start=9)})
+
+
 def test_ties_are_kept_where_tensors_are_copied():
     fused = st.Conversion([FUSED, ("a", "b"), ("c", "d", "(x y) -> (y x)")], sizes={"q": 2, "d": 2, "x": 2})
     state = attention()
