@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _SUFFIX: Final = ".safetensors"
 _METADATA: Final = "__metadata__"
+#: A text, and the names, of files in which DCP's ``HuggingFaceStorageWriter`` keeps ranks' shards (torch 2.11 to 2.15).
+_SHARDS, _SHARD_NAMES = "DCP_SHARDING_INFO", f"shard-*{_SUFFIX}"
 #: Two elements a byte: the header counts elements, torch counts bytes.
 _PACKED: Final = "F4"
 _DTYPES: Final = {
@@ -66,7 +68,7 @@ class SafetensorsFormat(CheckpointFormat):
     def recognises(self, path: Path, beginning: bytes) -> bool:
         """Whether a file begins with the size of a header and a brace, or is an index of such files."""
         if path.is_dir():
-            return file_in(path, SAFETENSORS_NAMES) is not None
+            return _file_of(path) is not None
         name = path.name.lower()
         is_index = name.endswith(INDEX) and beginning.lstrip()[:1] == b"{"
         is_header = beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MAX_JSON_BYTES
@@ -74,7 +76,7 @@ class SafetensorsFormat(CheckpointFormat):
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
-        file = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
+        file = files.open((_file_of(path) or path) if path.is_dir() else path)
         metadata: dict[str, str] = {}
         read = partial(_read, metadata=metadata)
         tree = read_index(file, read) if file.path.name.lower().endswith(INDEX) else read(file)
@@ -103,6 +105,10 @@ class SafetensorsFormat(CheckpointFormat):
         return [*names, f"{stem}{_SUFFIX}{INDEX}"]
 
 
+def _file_of(folder: Path) -> Path | None:
+    return file_in(folder, SAFETENSORS_NAMES) or next(iter(sorted(folder.glob(_SHARD_NAMES))), None)
+
+
 def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
     """Return the tensors of one file, which account for every byte of it, and add its texts to others."""
     if file.length < 8:
@@ -114,6 +120,9 @@ def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
         refuse(file.path, "the header has metadata that are no texts")
     if not all(map(is_text, [*header, *texts, *texts.values()])):
         refuse(file.path, "the header has names or metadata that are no texts")
+    if _SHARDS in texts:  # neither the shapes of whole tensors are known, nor how many files there are
+        what = "it has one rank's shards of tensors, as HuggingFaceStorageWriter(save_distributed=True) writes them"
+        refuse(file.path, what, "Join them with torch's consolidate_safetensors_files.")
     data = file.part(8 + size, file.length - 8 - size, "the data")
     places = {key: _place(file, key, entry) for key, entry in header.items()}
     end = 0

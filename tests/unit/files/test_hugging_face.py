@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import statetree as st
 from tests.cli.states import bits
@@ -68,3 +70,12 @@ def test_names_stay_in_the_folder(name, tmp_path):
     (folder / "pytorch_model.bin.index.json").write_text(index)
     with pytest.raises(st.CheckpointError, match=r"leads out of its directory|is missing"):
         st.files.open(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_of_ranks_are_not_taken_for_tensors(tmp_path):
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    for path in (tmp_path, *tmp_path.iterdir()):
+        with pytest.raises(st.CheckpointError, match=r"shard-.*one rank's shards of tensors.*consolidate"):
+            st.load(path)
