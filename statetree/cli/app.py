@@ -306,7 +306,7 @@ def convert(
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--kill-at", type=click.IntRange(1), required=True, metavar="N", help="Kill it at its first save from N on."
+    "--kill-at", type=click.IntRange(1), required=True, metavar="N", help="Kill it before its first save from N on."
 )
 def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     """Run SCRIPT whole, then kill and resume it, and say what it forgot to save.

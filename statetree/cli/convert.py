@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of, selection
 from statetree.cli.progress import bytes_written, progress
 from statetree.cli.rows import plural
-from statetree.cli.rules_file import copy_others
+from statetree.cli.rules_file import others_copied
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
 from statetree.files.remote import RemotePath
@@ -98,11 +99,17 @@ def convert(
         checkpoint.verify()
     read, size = (source, *files.paths), options.shard_bytes
     total = sum(leaf.nbytes for leaf in flatten(tree)[0] if isinstance(leaf, StoredTensor))
-    with progress("convert: written", total, lambda: bytes_written() - before[1]), warnings.catch_warnings():
+    others: AbstractContextManager[list[str]] = nullcontext([])
+    if options.copies_others:
+        others = others_copied(source, destination, follow_links=options.follow_links, force=options.force)
+    with (
+        others as notes,
+        progress("convert: written", total, lambda: bytes_written() - before[1]),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # the command says by itself what does not come back
         save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
-    if options.copies_others:
-        yield from copy_others(source, destination, follow_links=options.follow_links, force=options.force)
+    yield from notes
     if dropped:
         yield f"{_listed(dropped, ', ')}: dropped"
     yield from _notes(checkpoint, made, target.title)

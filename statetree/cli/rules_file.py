@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError
@@ -12,7 +15,6 @@ from statetree.transforms.conversions.rule_set import Conversion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 #: The ends of names of files that hold weights, in any library's format.
 _WEIGHTS: Final = (
@@ -55,16 +57,28 @@ def _refused(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"convert: {path} holds no valid rules: {what}")
 
 
-def copy_others(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[str]:
-    """Copy what lies beside a checkpoint, and is neither weights nor hidden: configuration, tokenizer. Yields notes."""
+@contextmanager
+def others_copied(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[list[str]]:
+    """Copy what lies beside a checkpoint, and is neither weights nor hidden: configuration, tokenizer. Yields notes.
+
+    The copies get their names when the block has ended, if it did not fail.
+    """
     folder, target = source if source.is_dir() else source.parent, destination.parent
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith(".") or file.name.lower().endswith(_WEIGHTS) or not file.is_file():
-            continue
-        place = target / file.name
-        if file.is_symlink() and not follow_links:
-            yield f"{printable(file.name)}: a link, is not copied without --follow-links"
-        elif place.exists() and not force:
-            yield f"{printable(file.name)}: is there already, and stays without --force"
-        elif not (place.exists() and place.samefile(file)):
-            shutil.copyfile(file, place)
+    notes: list[str] = []
+    if not target.is_dir():  # whoever writes there says so
+        yield notes
+        return
+    with TemporaryDirectory(prefix=".others.partial-", dir=target) as made:
+        for file in sorted(folder.iterdir()):
+            if file.name.startswith(".") or file.name.lower().endswith(_WEIGHTS) or not file.is_file():
+                continue
+            place = target / file.name
+            if file.is_symlink() and not follow_links:
+                notes.append(f"{printable(file.name)}: a link, is not copied without --follow-links")
+            elif place.exists() and not force:
+                notes.append(f"{printable(file.name)}: is there already, and stays without --force")
+            elif not (place.exists() and place.samefile(file)):
+                shutil.copyfile(file, Path(made, file.name))
+        yield notes
+        for copy in sorted(Path(made).iterdir()):
+            copy.replace(target / copy.name)

@@ -13,7 +13,7 @@ from statetree.cli.progress import tracked
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
-from statetree.files.leaf_text import bars, histogram, statistics_of, stats_text
+from statetree.files.leaf_text import bars, dtype_text, histogram, statistics_of, stats_text
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import human, printable
 
@@ -42,7 +42,11 @@ def show_values(path: Path, tree: Any, key: str) -> None:
         hint = f"Is it {printable(near[0])}?" if near else "Show the file without --values to see its keys."
         raise CheckpointError(f"show: {printable(str(path))} has no entry {printable(key)}. {hint}")
     leaf = found[key]
-    text = str(leaf.tensor()) if isinstance(leaf, StoredTensor) else repr(leaf)
+    try:
+        text = str(leaf.tensor()) if isinstance(leaf, StoredTensor) else repr(leaf)
+    except RuntimeError as error:  # torch has dtypes that it cannot print
+        what = f"{printable(key)} ({dtype_text(leaf.dtype)}): {str(error).splitlines()[0][:200]}"
+        raise CheckpointError(f"show: torch cannot print the elements of {what}") from None
     sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")
 
 

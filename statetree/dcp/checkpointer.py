@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 from statetree.dcp.background import Background, RunningSave, background_of, start
 from statetree.dcp.events import Event, local_bytes, tell
 from statetree.dcp.file_manifest import read_manifest
-from statetree.dcp.groups import check_same, is_first
+from statetree.dcp.groups import check_same, is_first, ranks_of
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import WriteOptions
@@ -23,6 +23,7 @@ from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_cou
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import phase, renew_after_fork
 from statetree.errors import CheckpointError, StateTreeError, warn
+from statetree.exchange.call import on_all_ranks
 from statetree.files.loading import LoadOptions
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
@@ -154,8 +155,8 @@ class Checkpointer(Schedule):
             step: The number of the checkpoint. An existing one is replaced, once the new one is complete. There is a
                 warning if the step is not above the latest one.
             state: Any tree.
-            metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
-                ``keep_best``. The first rank's counts.
+            metric: How good the state is, lower being better (a validation loss; for an accuracy pass its negative):
+                see ``keep_best``. The first rank's counts.
             metadata: What else to know (a configuration, a commit): a small dict of what JSON holds, which ``metadata``
                 returns and ``statetree show`` shows. The first rank's counts.
 
@@ -174,10 +175,9 @@ class Checkpointer(Schedule):
             group = self._begin("save").group
             self._warn_of_step("save", step)
 
-            def states() -> Any:  # what a state_dict raises there is heard by all ranks
-                return StatefulTree("save", state).state
-
-            self._writer.write("save", step, states, group, options, lambda: time.monotonic() - since)
+            # What a state_dict raises is heard by all ranks.
+            tree = on_all_ranks("save", ranks_of("save", group), lambda: StatefulTree("save", state).state)
+            self._writer.write("save", step, lambda: tree, group, options, lambda: time.monotonic() - since)
 
     def async_save(
         self,

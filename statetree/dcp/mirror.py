@@ -65,6 +65,14 @@ class MirroredSeries(Series):
             return near
         return sorted([*near, *map(_far_step, steps)])
 
+    def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
+        """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
+        with suppress(OSError, CheckpointError):
+            manifest = None if checkpoint.identity == _FAR else read_manifest(self.path(checkpoint))
+            if manifest is not None and self._mirrored().get(checkpoint.step) == manifest.save:
+                return _far_step(checkpoint.step)
+        return None
+
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
         return cast("Path", self.url / checkpoint.name) if checkpoint.identity == _FAR else super().path(checkpoint)
@@ -73,8 +81,14 @@ class MirroredSeries(Series):
         """Return the steps that the mirror has whole, with the save of each; empty if it left no manifest."""
         found: dict[int, str] = {}
         for step, folder in self._folders().items():
-            with suppress(FileNotFoundError, CheckpointError):  # it is being removed, or its manifest is damaged
-                sizes, manifest = folder.sizes(), read_manifest(cast("Path", folder))
+            with suppress(FileNotFoundError):  # it is being removed
+                sizes = folder.sizes()
+                try:
+                    manifest = read_manifest(cast("Path", folder))
+                except CheckpointError as error:
+                    if isinstance(error.__cause__, OSError):  # what cannot be read now may be whole
+                        raise
+                    continue  # it is damaged
                 files = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
                 if METADATA in sizes and files.items() <= sizes.items():
                     found[step] = "" if manifest is None else manifest.save

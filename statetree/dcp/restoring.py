@@ -36,6 +36,7 @@ class Restoration:
         self._step = step
         self._options = options
         self._left: set[str] = set()  # what the checkpoint has beside the template
+        self._copy: StepDirectory | None = None  # which one took the place of a damaged one
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
         self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state))
@@ -43,13 +44,17 @@ class Restoration:
         self.found: StepDirectory = self._by_first(partial(series.find, "restore", step))
 
     def run(self, *, fallback: bool) -> Any:
-        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
+        """Load the checkpoint; if it is damaged, its copy, or with ``fallback`` the newest older one that is whole."""
         damaged: list[CheckpointError] = []
         while True:
             try:
                 loaded = self._load()
             except CheckpointError as error:
                 damaged.append(error)
+                copy = self._by_first(lambda: self._series.copy_of(self.found))
+                if copy is not None:
+                    self.found = self._copy = copy
+                    continue
                 older = self._by_first(self._older)
                 if older is None:
                     raise damaged[0] from damaged[0].__cause__
@@ -59,10 +64,12 @@ class Restoration:
                 self.found = older
             else:
                 if damaged:
-                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
-                    warn(f"restore: {what}")
+                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged"
+                    if self.found == self._copy:
+                        what = f"took the mirror's copy of step {self.found.step}, since the local one is damaged"
+                    warn(f"restore: {what}: {damaged[0]}")
                 self._tell_left()
-                return self._tree.loaded(loaded)
+                return on_all_ranks("restore", self._ranks, partial(self._tree.loaded, loaded))
 
     def _tell_left(self) -> None:
         """Log what the checkpoint has and no rank's template: an optimizer, say, that somebody forgot."""
@@ -95,7 +102,7 @@ class Restoration:
     def _find_instead(self) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
         complete = self._series.complete()
-        if self.found in [*self._series.all(), *complete]:
+        if self.found in [*self._series.all(), *complete, self._copy]:
             return None
         if self._step is None or any(found.step == self._step for found in complete):
             return self._series.find("restore", self._step)

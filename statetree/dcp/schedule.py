@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from statetree.dcp.groups import from_all
 from statetree.dcp.step_numbers import as_int, check_step
+from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,6 +40,7 @@ class Schedule(ABC):
         self._since = time.monotonic()
         self._arrived = 0
         self._before: dict[int, Any] = {}
+        self._is_over = False
         self._process = os.getpid()
 
     @abstractmethod
@@ -51,11 +53,20 @@ class Schedule(ABC):
         A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
         every rank.
         """
+        if self._is_over:
+            raise CheckpointError("save_on: the Checkpointer is closed: expected an open one. Make a new one.")
         for number in signals:
             self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
-    def _note(self, number: int, _frame: object) -> None:
-        signal.signal(number, self._before[number])
+    def _note(self, number: int, frame: object) -> None:
+        before = self._before[number]
+        if self._is_over and callable(before):  # whoever took the signal since ``save_on`` may still call this
+            before(number, frame)
+            return
+        signal.signal(number, before)
+        if self._is_over:
+            os.kill(os.getpid(), number)
+            return
         if os.getpid() != self._process:  # a forked worker ends as it would have
             os.kill(os.getpid(), number)
         self._arrived = number
@@ -89,7 +100,7 @@ class Schedule(ABC):
         step = as_int(step)
         check_step("due", step)
         is_due = self._steps > 0 and step > 0 and step % self._steps == 0
-        if self._before or self._seconds is not None:
+        if (self._before and not self._is_over) or self._seconds is not None:
             is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
             arrived = self._arrived
             told = from_all((is_late, arrived), self._group_that_agrees())
@@ -104,8 +115,8 @@ class Schedule(ABC):
 
     def _give_back(self) -> None:
         """Leave signals to whoever had them before."""
+        self._is_over = True
         for number, before in self._before.items():
             with suppress(ValueError):  # only the main thread may
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, before)
-        self._before.clear()

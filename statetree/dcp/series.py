@@ -125,6 +125,10 @@ class Series:
             "one first, or pass the directory that holds them."
         )
 
+    def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:  # noqa: ARG002 - for those that have some
+        """Return a copy of a checkpoint, of the same save, if there is one."""
+        return None
+
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""
         return self.directory / checkpoint.name

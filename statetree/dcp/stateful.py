@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from statetree.errors import TreeMismatch
 from statetree.files.formats import opened
@@ -15,10 +16,11 @@ from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    import pathlib
+    from collections.abc import Collection, Sequence
 
     from statetree.files.checkpoint import OpenedCheckpoint
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 
@@ -31,32 +33,44 @@ class StatefulTree:
     """A tree, taken apart down to its stateful objects. ``state`` is the tree with their states in their places."""
 
     def __init__(self, verb: str, tree: Any) -> None:
+        self._verb = verb
         self._leaves, self._spec = flatten_for(verb, tree, is_leaf=_is_stateful)
         self._mask = list(map(_is_stateful, self._leaves))
-        self._states = [value.state_dict() for value in compress(self._leaves, self._mask)]
-        self._paths = list(compress(self._spec.paths(), self._mask)) if self._states else []
+        self._paths = list(compress(self._spec.paths(), self._mask)) if any(self._mask) else []
+        self._states = [self._ask("state_dict", value, path) for value, path in self._objects()]
         self.state = self._with(self._states) if self._states else tree
+
+    def _objects(self) -> list[tuple[Any, Path]]:
+        return list(zip(compress(self._leaves, self._mask), self._paths, strict=True))
+
+    def _ask(self, method: str, value: Any, path: Path, *given: Any) -> Any:
+        try:
+            return getattr(value, method)(*given)
+        except Exception as error:
+            error.add_note(f"statetree: {self._verb}: in {method} of the object at {path or '<root>'}")
+            raise
 
     def _with(self, values: Sequence[Any]) -> Any:
         """Return the tree with values in the places of the objects."""
         rest, pairs = iter(values), zip(self._leaves, self._mask, strict=True)
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
-    def template(self, directory: Path) -> Any:
+    def template(self, directory: pathlib.Path) -> Any:
         """Return the template for a checkpoint: where an object's state lacks a path, memory for the leaf."""
         if not self._states:
             return self.state
         stored = opened(directory, skip_foreign=True)
         divided = _divided(stored)
-        rows = zip(compress(self._leaves, self._mask), self._states, self._paths, strict=True)
-        return self._with([_fitted(*row, stored.tree, lambda node: id(node) in divided) for row in rows])
+        pairs = zip(self._objects(), self._states, strict=True)
+        known = [_fitted(value, state, path, stored.tree, divided) for (value, path), state in pairs]
+        return self._with(known)
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""
         if not self._states:
             return tree
-        for value, path in zip(compress(self._leaves, self._mask), self._paths, strict=True):
-            value.load_state_dict(path(tree))
+        for value, path in self._objects():
+            self._ask("load_state_dict", value, path, path(tree))
         triples = zip(self._leaves, self._mask, self._spec.paths(), strict=True)
         return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
 
@@ -68,16 +82,27 @@ def _divided(stored: OpenedCheckpoint) -> set[int]:
     return {id(path(stored.tree)) for path in inner if (*map(key_text, path),) in stored.divided}
 
 
-def _fitted(value: Any, state: Any, path: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
+def _apart(state: Any) -> Any:
+    """Return a scheduler's state whose tensors have memory of their own, each another one.
+
+    They are the optimizer's, and several are one, where values of different times may have been saved.
+    """
+    leaves, spec = flatten_for("restore", state)
+    return unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int]) -> Any:
     """Return a template for what is stored of an object, with the leaves of its state.
 
     An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
     path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
     """
     try:
-        saved, outline = flatten_for("restore", path(tree), is_leaf=is_leaf)
+        saved, outline = flatten_for("restore", path(tree), is_leaf=lambda node: id(node) in divided)
     except TreeMismatch:
         return state
+    if isinstance(value, LRScheduler):
+        state = _apart(state)
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))

@@ -45,10 +45,23 @@ def as_metric(verb: str, metric: Any) -> float | None:
         raise TypeError(msg) from None
 
 
+def check_texts(value: Any) -> None:
+    """Raise ``TypeError`` for a key that is no text, which JSON would make one of."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"expected texts as keys, got {key!r}")
+            check_texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            check_texts(inner)
+
+
 def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metadata as they come back."""
+    """Return metadata as they come back: tuples as lists."""
     try:
-        return dict(json.loads(json.dumps(dict(metadata or {}))))
+        check_texts(given := dict(metadata or {}))
+        return dict(json.loads(json.dumps(given)))
     except (TypeError, ValueError, RecursionError) as error:
         msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None

@@ -139,7 +139,9 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
         if ranks != [0]:
             first.add_note(f"statetree: raised on {ranks_named(ranks)}")
         raise first
-    lines = [f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}" for rank in ranks]
+    # What is of this library was raised because of the others, if it comes from an action within this one.
+    foreign = {rank: error for rank, error in errors.items() if not isinstance(error, StateTreeError)}
+    lines = [f"rank {rank}: {type(foreign[rank]).__name__}: {foreign[rank]}".rstrip(": ") for rank in sorted(foreign)]
     raise CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}") from own
 
 

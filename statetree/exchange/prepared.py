@@ -6,10 +6,12 @@ tensors still lie where they lay, to tell each other so, and to move.
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
+from statetree.declare import renew_after_fork
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint
@@ -107,7 +109,8 @@ class Prepared(Generic[T]):
     """A transfer that is planned, agreed on and bound to its tensors. Made by ``prepare``.
 
     Calling it moves what the tensors hold then, and returns the same tree each time. It holds its tensors until it is
-    closed; it is a context manager that closes itself.
+    closed; it is a context manager that closes itself. Threads of a process may share it: their calls run one after the
+    other, and ``close`` waits for a call that runs.
 
     Collective:
         Every rank of the group calls it, whenever one does.
@@ -127,10 +130,26 @@ class Prepared(Generic[T]):
         self._closed = False
         self._name = f"the {call.verb} prepared as {preparation.number:x}"
         self._fingerprint = Fingerprint(self._name)
+        self._start_idle()
+        renew_after_fork(self, Prepared._start_idle)
 
-    @quietly
+    def _start_idle(self) -> None:
+        self._lock = threading.RLock()
+        self._is_moving = False
+
     def __call__(self) -> T:
         """Move the elements, and return the tree that they are in."""
+        with self._lock:
+            self._is_moving = True
+            try:
+                return self._move()
+            finally:
+                self._is_moving = False
+                if self._closed:  # by what interrupted it: a handler of a signal
+                    self._let_go()
+
+    @quietly
+    def _move(self) -> T:
         call = self._call
         if call.communicates and call.group.is_alive:
             call.expect()
@@ -146,6 +165,9 @@ class Prepared(Generic[T]):
         verb = self._call.verb
         if self._closed:
             raise StateTreeError(f"prepare: this {verb} was closed: expected an open one. Prepare it again.")
+        if not self._call.group.is_alive:
+            msg = f"prepare: the process group of this {verb} was destroyed: expected one that lasts. Prepare it again."
+            raise RankMismatch(msg)
         for held in self._held:
             path = held.moved()
             if path is not None:
@@ -157,7 +179,12 @@ class Prepared(Generic[T]):
 
     def close(self) -> None:
         """Let go of the tensors. Later calls raise; closing again does nothing."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            if not self._is_moving:
+                self._let_go()
+
+    def _let_go(self) -> None:
         self._tree = None
         self._held = []
         self._told = []

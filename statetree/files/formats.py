@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -109,6 +110,8 @@ def opened(
 
 def _far(url: str | os.PathLike[str]) -> Path:
     """Return the place that a URL names. A ``Path`` of it has lost slashes."""
+    if isinstance(url, RemotePath):
+        return cast("Path", url)
     protocol, path = re.split(r":/+", os.fspath(url).lstrip(), maxsplit=1)
     return RemotePath.of(f"{protocol}://{'/' if protocol == 'file' else ''}{path}")
 
@@ -238,50 +241,62 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
-    ranks = group_of("save", group, None)
-    on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
-    is_together = on_ranks or group is not None
-    if not is_together:
-        target, found = _destination(path, shard_bytes)
-        is_together = found.by_all_ranks and ranks.identity is not None
-    if is_together:
-        with Call("save", ranks, path=os.fspath(path)) as call:
+    with _errors_named(path):
+        ranks = group_of("save", group, None)
+        on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
+        is_together = on_ranks or group is not None
+        if not is_together:
             target, found = _destination(path, shard_bytes)
-            call.agree(Fingerprint(call.described()))
-    by_all = found.by_all_ranks and ranks.identity is not None
-    options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
-    if is_together and not by_all:
-        tree = gather(tree, dst=0, device="cpu", group=group)
+            is_together = found.by_all_ranks and ranks.identity is not None
+        if is_together:
+            with Call("save", ranks, path=os.fspath(path)) as call:
+                target, found = _destination(path, shard_bytes)
+                call.agree(Fingerprint(call.described()))
+        by_all = found.by_all_ranks and ranks.identity is not None
+        options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
+        if is_together and not by_all:
+            tree = gather(tree, dst=0, device="cpu", group=group)
 
-    def write(folder: Path) -> list[str]:
-        if is_together and not by_all and ranks.rank:
-            return []
-        with phase("save.write"):
-            return with_checks(found.write, tree, folder, target.name, options)
+        def write(folder: Path) -> list[str]:
+            if is_together and not by_all and ranks.rank:
+                return []
+            with phase("save.write"):
+                return with_checks(found.write, tree, folder, target.name, options)
 
-    together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
-    if isinstance(far := cast("Any", target), RemotePath):
-        upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
-        return
-    by_several = not is_together and ranks.size > 1
-    whole = partial(
-        write_whole,
-        target,
-        is_directory=found.is_directory,
-        overwrite=overwrite,
-        protected=protected,
-        by_several=by_several,
-    )
-    if by_all:
-        _save_by_all(whole, ranks, write)
-    else:
-        together(lambda: whole(write) if ranks.rank == 0 or not is_together else None)
+        together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
+        if isinstance(far := cast("Any", target), RemotePath):
+            upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
+            return
+        by_several = not is_together and ranks.size > 1
+        whole = partial(
+            write_whole,
+            target,
+            is_directory=found.is_directory,
+            overwrite=overwrite,
+            protected=protected,
+            by_several=by_several,
+        )
+        if by_all:
+            _save_by_all(whole, ranks, write)
+        else:
+            together(lambda: whole(write) if ranks.rank == 0 or not is_together else None)
+
+
+@contextmanager
+def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what a file system raises into a ``CheckpointError`` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        pass_on_from_signal(error)
+        msg = f"save: cannot write {os.fspath(path)}: {error}. Check the name, the place and its permissions."
+        raise CheckpointError(msg) from error
 
 
 def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
     target = _far(path) if is_url(path) else Path(path)
     target = target if target.name and target.name != ".." else target.resolve()
-    if not target.name or target.name == "-":
+    if not target.name or target.name == "-" or "\0" in target.name:
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
     found = format_for(target)

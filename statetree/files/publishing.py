@@ -81,6 +81,7 @@ def write_whole(
     _check_destination(target, is_directory=is_directory, overwrite=overwrite)
     _check_protected(path, [target], protected)
     folder = target.with_name(f".{target.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
+    last: Path | None = None  # while files get their names: the one that speaks of the others
     try:
         folder.mkdir()
         names = write(folder)
@@ -102,6 +103,7 @@ def write_whole(
                     _refuse(there[0], "it exists already", _OTHER_NAME)
                 _check_protected(path, [*there, *old], protected)
                 if not (is_directory and _exchanged(folder, target)):
+                    last = home / names[-1]
                     _publish(folder, names, home, old)
                 sync(home)
             sync(target.parent)
@@ -111,9 +113,12 @@ def write_whole(
             raise
         pass_on_from_signal(error)  # a TimeoutError is an OSError
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
+        if last is not None and not last.exists():
+            remedy += f" Then move the files of {folder.name} beside it: what they replace is gone in part."
         _refuse(path, error.strerror or str(error), remedy)
     finally:
-        remove_folder(folder)
+        if last is None or last.exists():  # else nothing else is left of what was replaced
+            remove_folder(folder)
 
 
 def remove_folder(folder: str | Path, *, again: bool = True) -> None:
@@ -244,19 +249,25 @@ def _exchanged(folder: Path, other: Path) -> bool:
     return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 
-def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]) -> None:
+def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path], *, again: bool = True) -> None:
     """Rename each file to its place, and remove what else there was of an old checkpoint.
 
     Of several, the one that speaks of the others is taken away first and comes last: what is read at any time is the
-    old checkpoint, the new one or none, and never files of both.
+    old checkpoint, the new one or none, and never files of both. An interrupt is raised when all have their places.
     """
     targets = [home / name for name in names]
-    if len(targets) > 1:
-        targets[-1].unlink(missing_ok=True)
-    for target in targets:
-        (folder / target.name).replace(target)
-    for file in set(old).difference(targets):
-        file.unlink(missing_ok=True)
+    try:
+        if len(targets) > 1 and (folder / names[-1]).exists():
+            targets[-1].unlink(missing_ok=True)
+        for target in targets:
+            if again or (folder / target.name).exists():  # else it has its place
+                (folder / target.name).replace(target)
+        for file in set(old).difference(targets):
+            file.unlink(missing_ok=True)
+    except BaseException:
+        if again:
+            _publish(folder, names, home, old, again=False)
+        raise
 
 
 def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:

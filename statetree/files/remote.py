@@ -250,7 +250,9 @@ class RemoteFiles(OpenFiles):
         def fetch(first: int) -> None:
             part = view[first : first + _PART_BYTES]
             data = place.read(offset + first, offset + first + len(part))
-            if len(data) != len(part):
+            if len(data) > len(part):
+                refuse(label, f"the server sent {len(data)} bytes for {len(part)}: it serves no ranges", "Download it.")
+            if len(data) < len(part):
                 refuse(label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
             part[:] = data
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from statetree.dcp.checkpointer import Checkpointer
 
@@ -13,10 +17,13 @@ class Registered:
     Every rank saves its shards; what was saved is complete on the disk before accelerate writes that number. With
     ``RandomState`` and a loader of torchdata in the state, a run goes on bit for bit in the middle of an epoch.
 
+    accelerate writes its files one by one over those that a folder holds: killed in between, the folder has the model
+    of one step and the number of another. So save to a new folder each time, and load the ``latest`` one.
+
     Args:
         directory: Where the checkpoints go.
         state: Any tree of tensors, values, and objects with ``state_dict`` and ``load_state_dict``.
-        options: As for ``Checkpointer``. What is kept must include each step that a folder of accelerate names.
+        options: As for ``Checkpointer``. A folder of accelerate whose step is not kept any more cannot be loaded.
 
     Attributes:
         state: The tree, after ``load_state`` the restored one.
@@ -32,6 +39,14 @@ class Registered:
         step = 0 if latest is None else latest + 1
         self.checkpointer.save(step, self.state)
         return {"step": step}
+
+    def latest(self, folders: Any) -> Path | None:
+        """Return the newest folder among those in ``folders`` that ``save_state`` wrote to the end, if there is one."""
+        found: dict[int, Path] = {}
+        for file in Path(folders).glob("*/custom_checkpoint_*.pkl"):  # accelerate writes them last
+            with suppress(Exception):  # killed while it was written
+                found[torch.load(file)["step"]] = file.parent
+        return max([(step, found[step]) for step in self.checkpointer.steps() if step in found], default=(0, None))[1]
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
         """Restore the step of that number."""

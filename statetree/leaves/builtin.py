@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +15,7 @@ from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR, forget_slots
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
 from statetree.tree.atoms import is_atom_type
+from statetree.tree.registry import forget_later
 from statetree.tree.stand_ins import STAND_INS
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def leaf_type_of(cls: type) -> EngineLeafType | None:
     try:
         return LEAF_TYPES[cls]
     except KeyError:
+        forget_later(cls, _forget_recognised)
         found = LEAF_TYPES[cls] = _recognise(cls)
         return found
 
@@ -55,9 +56,6 @@ def _forget_recognised(phase: str, about: Mapping[str, int]) -> None:
         for cls in set(LEAF_TYPES) - REGISTERED.keys():
             LEAF_TYPES.pop(cls, None)
         forget_slots()
-
-
-gc.callbacks.append(_forget_recognised)
 
 
 #: For objects of any class that has no leaf type of its own. What it finds inside is looked up here.

@@ -137,6 +137,29 @@ _LEAF_BASES: set[type] = set()
 # A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly: a
 # container refers to its class. But classes are freed by the garbage collector alone, so that it is enough to let go of
 # them before a full collection. Nobody can tell a container that is made again from one that no structure refers to.
+#
+# What the collector calls costs something: if a signal comes while it collects, the signal's handler runs in there, and
+# Python drops what it raises (a Ctrl-C). So nothing is called as long as all classes are those of modules.
+_MET: Final[dict[tuple[str, str], int]] = {}
+#: The flag of classes that are made as a program runs, by a ``class`` statement too. The others are never freed.
+_HEAP: Final = 1 << 9
+
+
+def forget_later(cls: type, forget: Callable[[str, Mapping[str, int]], None]) -> None:
+    """Have a function called by the garbage collector from now on, if no module has the class under its name.
+
+    Nor may it have taken that of another one, which its module has no more: in a notebook, say.
+    """
+    if not cls.__flags__ & _HEAP:
+        return
+    home: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        home = getattr(home, "__dict__", {}).get(name)
+    is_lasting = home is cls and _MET.setdefault((cls.__module__, cls.__qualname__), id(cls)) == id(cls)
+    if not is_lasting and forget not in gc.callbacks:
+        gc.callbacks.append(forget)
+
+
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
     if phase != "start" or about["generation"] < 2:
         return
@@ -146,14 +169,12 @@ def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
             CONTAINERS.pop(cls, None)
 
 
-gc.callbacks.append(_forget_unused)
-
-
 def container_of(cls: type) -> Container | None:
     """Return how instances of a class are taken apart, or ``None`` where they are leaves."""
     try:
         return CONTAINERS[cls]
     except KeyError:
+        forget_later(cls, _forget_unused)
         if _is_leaf_class(cls):
             LEAF_CLASSES.add(cls)
             CONTAINERS[cls] = None

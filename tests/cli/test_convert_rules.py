@@ -1,5 +1,7 @@
 """``statetree convert --rules``: names and tensors by the rules of a file, both ways."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -141,6 +143,27 @@ def test_whether_a_file_is_strict_is_true_or_false(tmp_path, statetree):
     ran = statetree("convert", "--rules", rules, tmp_path / "a.pt", tmp_path / "b.pt")
     assert ran.status == 2
     assert "expected true or false as strict, got 'no'" in ran.err
+
+
+@pytest.mark.parametrize("call", ["copyfile", "save"])
+def test_what_lies_beside_stays_where_a_copy_or_the_save_fails(call, tmp_path, monkeypatch, statetree):
+    folder, target = tmp_path / "hub", tmp_path / "mine"
+    for place, text in ((folder, "new"), (target, "old")):
+        place.mkdir()
+        st.save({"w": torch.ones(2)}, place / "model.safetensors")
+        for name in ("config.json", "tokenizer.json"):
+            (place / name).write_text(text)
+
+    def fail(*given, **_):
+        if call == "save" or "tokenizer" in str(given[0]):
+            raise OSError(28, "No space left on device")
+        Path(given[1]).write_text("new")
+
+    monkeypatch.setattr("shutil.copyfile" if call == "copyfile" else "statetree.cli.convert.save", fail)
+    ran = statetree("convert", "--force", "--copy-others", folder, target / "model.safetensors")
+    assert ran.status == 2
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert {(target / name).read_text() for name in ("config.json", "tokenizer.json")} == {"old"}
 
 
 def test_what_lies_beside_a_url_is_refused_before_anything_is_written(tmp_path, statetree):

@@ -387,3 +387,18 @@ def test_histograms_say_where_elements_lie(tmp_path, statetree):
     found = {entry["key"]: entry["histogram"] for entry in ran.json["entries"]}
     assert found == {"w": [5, *[1] * 15], "n": [], "c": [1, *[0] * 14, 1]}
     assert "█" + "▂" * 15 in statetree("show", "--stats", "--histogram", path).out
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.quint4x2], ids=str)
+def test_values_that_torch_cannot_print_are_named(dtype, tmp_path, statetree):
+    torch.save({"w": torch.zeros(3, dtype=torch.uint8).view(dtype)}, tmp_path / "a.pt")
+    ran = statetree("show", "--values", "w", tmp_path / "a.pt")
+    assert ran.status == 2
+    assert f"show: torch cannot print the elements of w ({str(dtype).removeprefix('torch.')})" in ran.err
+
+
+def test_a_quantized_tensor_without_a_quantizer_is_shown(tmp_path, statetree):
+    torch.save({"w": torch.zeros(3, dtype=torch.int8).view(torch.qint8)}, tmp_path / "a.pt")
+    ran = statetree("show", "--stats", tmp_path / "a.pt")
+    assert ran.status == 0
+    assert "w  qint8  [3]  3 B" in ran.out

@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import threading
 import time
 import weakref
 
@@ -288,6 +289,51 @@ def tensors_of(prepared):
 
 def test_closing_lets_go_of_tensors_and_buffers():
     run_ranks(2, closing_lets_go_of_tensors_and_buffers)
+
+
+def close_while_it_moves(by):
+    """Close a transfer in the middle of a call, from another thread or from a handler: the call ends before."""
+    sync = statetree.prepare(statetree.gather, state())
+    expected = sync()
+    threads = []
+
+    def close():
+        if by == "a thread":
+            threads.append(threading.Thread(target=sync.close))
+            threads[0].start()
+            threads[0].join(0.1)
+            assert threads[0].is_alive()
+        else:
+            sync.close()
+
+    sync._recorder._operations.insert(1, close)
+    check_same(sync(), expected)
+    for each in threads:
+        each.join()
+    name, message = attempt(sync)
+    assert (name, "was closed" in message) == ("StateTreeError", True), message
+    assert sync._recorder._operations == []
+    assert sync._tree is None
+    check_in_step()
+
+
+@pytest.mark.parametrize("by", ["a thread", "a handler"])
+def test_closing_waits_for_a_call(by):
+    run_ranks(2, close_while_it_moves, by)
+
+
+def call_after_the_group_is_gone():
+    group = dist.new_group([0, 1])
+    with statetree.prepare(statetree.gather, state(), group=group) as sync:
+        sync()
+        dist.destroy_process_group(group)
+        name, message = attempt(sync)
+        assert (name, "the process group of this gather was destroyed" in message) == ("RankMismatch", True), message
+    check_in_step()
+
+
+def test_a_destroyed_group_is_named():
+    run_ranks(2, call_after_the_group_is_gone)
 
 
 def test_a_closed_transfer_is_refused():

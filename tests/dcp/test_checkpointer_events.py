@@ -87,6 +87,41 @@ def test_a_signal_is_due_once_and_the_second_does_what_it_did_before(tmp_path):
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_handler_that_calls_on_after_close_reaches_the_one_before(tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("before"))
+    try:
+        runs = [Checkpointer(tmp_path / str(number)) for number in range(2)]
+        for run in runs:
+            run.save_on(signal.SIGUSR1)
+        chained = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda *given: (seen.append("own"), chained(*given)))
+        for run in runs:
+            run.close()
+        signal.raise_signal(signal.SIGUSR1)
+        assert seen == ["own", "before"]
+        with pytest.raises(statetree.CheckpointError, match="save_on: the Checkpointer is closed"):
+            runs[0].save_on(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+CLOSED = """
+import os, signal, sys, statetree as st
+runs = [st.Checkpointer(sys.argv[1]) for _ in range(2)]
+for run in runs:
+    run.save_on(signal.SIGTERM)
+for run in runs:
+    run.close()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.slow
+def test_what_ended_the_process_does_so_after_close(tmp_path):
+    assert subprocess.run([sys.executable, "-c", CLOSED, str(tmp_path)], check=False).returncode == -signal.SIGTERM
+
+
 def test_a_forked_worker_ends_by_the_signal(tmp_path):
     saved = Checkpointer(tmp_path)
     saved.save_on(signal.SIGTERM)
@@ -128,6 +163,15 @@ with st.Checkpointer(sys.argv[1], every=1000) as saved:
 def test_a_preempted_job_saves_its_last_step(tmp_path):
     subprocess.run([sys.executable, "-c", PREEMPTED, str(tmp_path)], check=True)
     assert Checkpointer(tmp_path).restore()["w"].tolist() == [7, 7, 7]
+
+
+def test_keys_of_metadata_are_texts(tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        for about in ({1: "a", "1": "b"}, {"a": [({None: 1},)]}):
+            with pytest.raises(TypeError, match=r"metadata must be a dict of what JSON holds .*: expected texts"):
+                saved.save(1, state_of(1), metadata=about)
+        saved.save(1, state_of(1), metadata={"betas": (0.9, 0.95)})
+        assert saved.metadata() == {"betas": [0.9, 0.95]}
 
 
 def test_metadata_come_back(tmp_path):

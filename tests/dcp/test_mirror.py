@@ -226,3 +226,82 @@ def test_ranks_restore_from_the_mirror(tmp_path):
     (tmp_path / "far").mkdir()
 
     assert run_ranks(2, save_on_ranks, tmp_path)[0] == ([1.0, 1.0, 1.0], [1])
+
+
+@pytest.fixture
+def one_request_fails(far, monkeypatch):
+    """Have a request of a file, of several, fail once."""
+
+    def arrange(file, number):
+        original, asked = far.cat_file, []
+
+        def flaky(path, *args, **options):
+            asked.append(path.endswith(file))
+            if asked[-1] and sum(asked) == number:
+                raise OSError("503 Slow Down")
+            return original(path, *args, **options)
+
+        monkeypatch.setattr(far, "cat_file", flaky)
+
+    return arrange
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_failed_request_removes_no_step(number, tmp_path, far, one_request_fails):
+    with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state(step))
+    one_request_fails("step-00000002/.statetree_manifest", number)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        other.save(4, state(4))
+        other.save(5, state(5))
+    assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
+
+
+def test_a_failed_request_does_not_make_an_older_step_the_latest(tmp_path, far, one_request_fails, caplog):
+    with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state(step))
+    one_request_fails("step-00000003/.statetree_manifest", 1)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        with pytest.raises(st.CheckpointError, match="there is no complete checkpoint"):
+            other.restore()
+        assert "cannot be reached" in caplog.text
+        assert_trees_equal(other.restore(), state(3))
+
+
+def test_the_mirrors_copy_takes_the_place_of_a_damaged_step(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    damaged = next(saved.path(2).glob("*.distcp"))
+    data = bytearray(damaged.read_bytes())
+    data[data.index(state(2)["w"].numpy().tobytes())] ^= 1
+    damaged.write_bytes(data)
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        with pytest.warns(UserWarning, match="took the mirror's copy of step 2, since the local one is damaged"):
+            assert_trees_equal(saved.restore(), state(2))
+        for name in [name for name in far.store if "/step-00000002/" in name]:
+            far.rm_file(name)
+        with pytest.raises(st.CheckpointError, match=r"the newest older checkpoint that looks whole is of step 1"):
+            saved.restore()
+
+
+def test_a_copy_of_another_save_takes_nobodys_place(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+    with Checkpointer(tmp_path) as alone, pytest.warns(UserWarning, match="step 1 is not above"):
+        alone.save(1, state(5))
+    damaged = next(alone.path(1).glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with Checkpointer(tmp_path, mirror="memory://far") as saved, pytest.raises(st.CheckpointError, match="damaged"):
+        saved.restore()
+
+
+def test_a_chained_url_is_kept(tmp_path):
+    (tmp_path / "far").mkdir()
+    url = f"dir://run::file://{tmp_path}/far"
+    with Checkpointer(tmp_path / "near", mirror=url) as saved:
+        saved.save(1, state(1))
+    with Checkpointer(tmp_path / "other", mirror=url) as other:
+        assert_trees_equal(other.restore(), state(1))

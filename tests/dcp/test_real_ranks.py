@@ -317,3 +317,24 @@ def save_with_metrics(directory):
 
 def test_the_first_rank_says_how_good_a_step_is(tmp_path):
     assert run_ranks(2, save_with_metrics, tmp_path) == [([1, 3], 1)] * 2
+
+
+class Interrupted:
+    """It is interrupted on one rank as it is pickled."""
+
+    def __reduce__(self):
+        if dist.get_rank():
+            raise KeyboardInterrupt
+        return Interrupted, ()
+
+
+def save_interrupted(directory: Path) -> None:
+    with pytest.raises(KeyboardInterrupt if dist.get_rank() else statetree.CheckpointError) as caught:
+        statetree.save({"b": Interrupted()}, directory / "a")
+    if not dist.get_rank():
+        assert str(caught.value) == "save: it failed on other ranks: rank 1: KeyboardInterrupt"
+    assert list(directory.iterdir()) == []
+
+
+def test_a_rank_that_is_interrupted_is_named_once(tmp_path):
+    run_ranks(2, save_interrupted, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import accelerate
@@ -28,8 +27,8 @@ def main(directory, after_step=lambda step: None):
     run = {"ema": ema, "loader": loader, "random": random, "step": 0, "epoch": 0}
     registered = Registered(f"{directory}/run", run)
     accelerator.register_for_checkpointing(registered)
-    folder = f"{directory}/accelerate"
-    is_resumed = os.path.exists(folder)
+    folder = registered.latest(f"{directory}/accelerate")
+    is_resumed = folder is not None
     if is_resumed:
         accelerator.load_state(folder)
         run = registered.state
@@ -48,7 +47,7 @@ def main(directory, after_step=lambda step: None):
             registered.state = run
             after_step(run["step"])
             if run["step"] % 3 == 0:
-                accelerator.save_state(folder)
+                accelerator.save_state(f"{directory}/accelerate/step-{run['step']}")
         run["epoch"] = epoch + 1
     print("weights", statetree.digest([model.state_dict(), run["ema"]]))
 
@@ -59,5 +58,22 @@ def killed_at(step):
     return lambda now: kill(sys.argv[1]) if now == step else None
 
 
+def kill_within_save(step):
+    from tests.integrations.kills import kill
+
+    save = statetree.Checkpointer.save
+
+    def killed(self, number, state, **options):
+        if state["step"] == step:
+            kill(sys.argv[1])
+        save(self, number, state, **options)
+
+    statetree.Checkpointer.save = killed
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], killed_at(int(sys.argv[2])))
+    if "within" in sys.argv:
+        kill_within_save(int(sys.argv[2]))
+        main(sys.argv[1])
+    else:
+        main(sys.argv[1], killed_at(int(sys.argv[2])))

@@ -20,6 +20,7 @@ RUNS = [
     ("lightning", 5, ["lightning", "torchdata"], ["3", "accumulating"]),  # due at an epoch's end
     ("lightning", 5, ["lightning", "torchdata"], ["3", "averaging"]),
     ("accelerate", 8, ["accelerate", "torchdata"], []),
+    ("accelerate", 9, ["accelerate", "torchdata"], ["within"]),  # a save
     ("torchtitan", 8, ["torchtitan"], []),
 ]
 

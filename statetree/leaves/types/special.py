@@ -109,7 +109,12 @@ class _Quantized(EngineLeafType):
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         if value.is_meta:
             return [integers], (value.dtype, None, None)
-        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        try:
+            scheme = value.qscheme()
+        except RuntimeError:
+            msg = "the leaf at %PATH% is quantized, and has no scale: expected what torch.quantize_per_tensor makes."
+            raise UnsupportedLeaf(msg) from None
+        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [integers], (value.dtype, value.q_scale(), value.q_zero_point())
         scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
         return [integers, scales, zero_points], (value.dtype, value.q_per_channel_axis())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import fsspec
 import pytest
 import torch
 
@@ -85,3 +86,20 @@ def test_an_interrupt_of_a_save_over_another_leaves_one_of_them_and_nothing_else
         held.append(st.load(tmp_path / "a")["w"].item())
     assert all(found in (-1, at) for at, found in enumerate(held, 1))
     assert {*held} > {-1, 7}  # while the new one is written, and while the old one is removed
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".pt", "x" * 300 + ".safetensors", "x" * 300, "a\0b.pt"])
+def test_names_that_cannot_be_are_refused_by_name(name, tmp_path):
+    with pytest.raises(st.CheckpointError, match=r"(?s)^save: cannot write .*x{20}|a.*b"):
+        st.save({"w": torch.ones(2)}, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["m.pt", "step"])
+def test_what_an_object_store_refuses_is_named(name, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "put_file", refuse)
+    with pytest.raises(st.CheckpointError, match=rf"save: cannot write memory://run/{name}: 503 Slow Down"):
+        st.save({"w": torch.ones(2)}, f"memory://run/{name}")

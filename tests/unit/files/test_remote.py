@@ -147,3 +147,12 @@ def test_what_lies_behind_a_url_is_converted_to_here(source, near, memory, tmp_p
     st.save({"w": bits(4, 3)}, f"memory://run/{source}")
     assert app.main(["convert", f"memory://run/{source}", str(tmp_path / near)]) == 0
     assert torch.equal(st.load(tmp_path / near)["w"], bits(4, 3))
+
+
+def test_a_server_without_ranges_is_named(monkeypatch):
+    st.save({"w": torch.ones(100)}, "memory://run/m.safetensors")
+    system = fsspec.filesystem("memory")
+    whole = system.cat_file
+    monkeypatch.setattr(system, "cat_file", lambda path, **_: whole(path))
+    with pytest.raises(st.CheckpointError, match=r"the server sent \d+ bytes for 64: it serves no ranges. Download it"):
+        st.load("memory://run/m.safetensors")

@@ -1,6 +1,8 @@
 """Classes that a program makes as it runs: they are recognised, and not kept for ever."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections import namedtuple
 
@@ -73,3 +75,35 @@ def test_registered_classes_are_kept():
     assert type(copied[0]) is leaf
     assert copied[1] is value
     assert [str(path) for path in st.paths(container())] == ["inside"]
+
+
+USED = """
+import gc, tempfile, torch, statetree as st
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(3, 3)).sum().backward()
+optimizer.step()
+
+class Own(dict):
+    pass
+
+state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "own": Own(a=None), "length": len}
+state |= {"most": torch.ones(2).max(0), "size": torch.Size([1]), "device": torch.device("cpu"), "later": lambda: 0}
+st.similarity(st.offload(state), state)
+folder = tempfile.mkdtemp()
+with st.Checkpointer(folder) as checkpointer:
+    checkpointer.save(1, {"model": model, "optim": optimizer})
+    checkpointer.restore({"model": model, "optim": optimizer})
+assert gc.callbacks == [], gc.callbacks  # else a Ctrl-C that comes while garbage is collected would be lost
+
+class Own(dict):  # as in a notebook whose cell runs once more
+    pass
+
+st.offload([Own(a=1)])
+assert len(gc.callbacks) == 1
+"""
+
+
+@pytest.mark.slow
+def test_the_collector_calls_nothing_where_all_classes_are_those_of_modules():
+    subprocess.run([sys.executable, "-c", USED], check=True)

@@ -513,3 +513,8 @@ def test_quantized_tensors_on_meta_have_a_dtype_and_a_shape(per_channel):
         with pytest.raises(st.UnsupportedLeaf, match="allocate_like: the leaf at q is quantized and on meta") as caught:
             st.allocate_like(found)
         assert len(str(caught.value)) < 200
+
+
+def test_a_quantized_tensor_without_a_scale_is_refused():
+    with pytest.raises(st.UnsupportedLeaf, match="offload: the leaf at w is quantized, and has no scale"):
+        st.offload({"w": torch.zeros(3, dtype=torch.int8).view(torch.qint8)})
