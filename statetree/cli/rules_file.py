@@ -70,7 +70,8 @@ def others_copied(source: Path, destination: Path, *, follow_links: bool, force:
         return
     with TemporaryDirectory(prefix=".others.partial-", dir=target) as made:
         for file in sorted(folder.iterdir()):
-            if file.name.startswith(".") or file.name.lower().endswith(_WEIGHTS) or not file.is_file():
+            is_hidden = file.name.startswith(".") or not file.is_file()
+            if is_hidden or file.name.lower().endswith(_WEIGHTS) or file.name == destination.name:
                 continue
             place = target / file.name
             if file.is_symlink() and not follow_links:

@@ -42,10 +42,13 @@ def show_values(path: Path, tree: Any, key: str) -> None:
         hint = f"Is it {printable(near[0])}?" if near else "Show the file without --values to see its keys."
         raise CheckpointError(f"show: {printable(str(path))} has no entry {printable(key)}. {hint}")
     leaf = found[key]
+    tensor = leaf.tensor() if isinstance(leaf, StoredTensor) else None
     try:
-        text = str(leaf.tensor()) if isinstance(leaf, StoredTensor) else repr(leaf)
+        text = repr(leaf) if tensor is None else str(tensor)
     except RuntimeError as error:  # torch has dtypes that it cannot print
-        what = f"{printable(key)} ({dtype_text(leaf.dtype)}): {str(error).splitlines()[0][:200]}"
+        if tensor is None:
+            raise
+        what = f"{printable(key)} ({dtype_text(tensor.dtype)}): {printable(str(error)[:200])}"
         raise CheckpointError(f"show: torch cannot print the elements of {what}") from None
     sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")
 

@@ -175,9 +175,9 @@ class Checkpointer(Schedule):
             group = self._begin("save").group
             self._warn_of_step("save", step)
 
-            # What a state_dict raises is heard by all ranks.
-            tree = on_all_ranks("save", ranks_of("save", group), lambda: StatefulTree("save", state).state)
-            self._writer.write("save", step, lambda: tree, group, options, lambda: time.monotonic() - since)
+            # What a state_dict raises is heard by all ranks. The list is all that holds what it returns.
+            held = [on_all_ranks("save", ranks_of("save", group), lambda: StatefulTree("save", state).state)]
+            self._writer.write("save", step, held.pop, group, options, lambda: time.monotonic() - since)
 
     def async_save(
         self,
@@ -264,6 +264,8 @@ class Checkpointer(Schedule):
         strict: bool = True,
     ) -> Any:
         """Load a checkpoint. A save that is running is waited for.
+
+        Where it is damaged, and the mirror has a copy of the same save, that is loaded instead, with a warning.
 
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("statetree")
 _NAME: Final = re.compile(r"step-(\d{8,})")
+#: How often a step is looked at that cannot be reached.
+_ATTEMPTS: Final = 3
 #: The identity of a step that only the mirror has.
 _FAR: Final = (-1, -1)
 
@@ -59,17 +61,20 @@ class MirroredSeries(Series):
         """Return the complete checkpoints, local and mirrored, in the order of steps."""
         near = self.local()
         try:
-            steps = set(self._mirrored()) - {found.step for found in near}
+            there, unknown = self._mirrored()
         except (OSError, CheckpointError) as error:
             _log.warning("the mirror %s cannot be reached: %s", self.url, error)
             return near
-        return sorted([*near, *map(_far_step, steps)])
+        known = {found.step for found in near} | there.keys()
+        # What cannot be looked at now is listed if it is the newest: else an older one would pass for that.
+        newest = {step for step in unknown if step > max(known, default=-1)}
+        return sorted([*near, *map(_far_step, (there.keys() | newest) - {found.step for found in near})])
 
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
         with suppress(OSError, CheckpointError):
             manifest = None if checkpoint.identity == _FAR else read_manifest(self.path(checkpoint))
-            if manifest is not None and self._mirrored().get(checkpoint.step) == manifest.save:
+            if manifest is not None and self._mirrored()[0].get(checkpoint.step) == manifest.save:
                 return _far_step(checkpoint.step)
         return None
 
@@ -77,22 +82,26 @@ class MirroredSeries(Series):
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
         return cast("Path", self.url / checkpoint.name) if checkpoint.identity == _FAR else super().path(checkpoint)
 
-    def _mirrored(self) -> dict[int, str]:
-        """Return the steps that the mirror has whole, with the save of each; empty if it left no manifest."""
+    def _mirrored(self) -> tuple[dict[int, str], set[int]]:
+        """Return the steps that the mirror has whole, with the save of each, and those that cannot be looked at now.
+
+        The save is empty if it left no manifest.
+        """
         found: dict[int, str] = {}
+        unknown: set[int] = set()
         for step, folder in self._folders().items():
-            with suppress(FileNotFoundError):  # it is being removed
-                sizes = folder.sizes()
+            for attempt in range(_ATTEMPTS):
                 try:
-                    manifest = read_manifest(cast("Path", folder))
-                except CheckpointError as error:
-                    if isinstance(error.__cause__, OSError):  # what cannot be read now may be whole
-                        raise
-                    continue  # it is damaged
-                files = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
-                if METADATA in sizes and files.items() <= sizes.items():
-                    found[step] = "" if manifest is None else manifest.save
-        return found
+                    save = _save_in(folder)
+                except OSError as error:
+                    if attempt == _ATTEMPTS - 1:
+                        _log.warning("step %d of the mirror %s cannot be looked at: %s", step, self.url, error)
+                        unknown.add(step)
+                    continue
+                if save is not None:
+                    found[step] = save
+                break
+        return found, unknown
 
     def _folders(self) -> dict[int, RemotePath]:
         """Return the folders of steps, whatever is in them."""
@@ -128,18 +137,18 @@ class MirroredSeries(Series):
                 _log.warning("the mirror %s is behind, until the next save: %r", self.url, error)
 
     def _catch_up(self) -> None:
-        there = self._mirrored()
+        there, unknown = self._mirrored()
         for near in self.local():
             folder = self.path(near)
             manifest = read_manifest(folder)
             save = "" if manifest is None else manifest.save
             try:
-                if there.get(near.step) == save or self._upload(near):
+                if near.step not in unknown and (there.get(near.step) == save or self._upload(near)):
                     there[near.step] = save
             except FileNotFoundError:
                 if folder.exists():
                     raise  # else it was removed meanwhile
-        self._prune(sorted(there))
+        self._prune(sorted(there), unknown)
 
     def _upload(self, near: StepDirectory) -> bool:
         """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again."""
@@ -161,16 +170,32 @@ class MirroredSeries(Series):
         self._tell(Event("upload", near.step, time.monotonic() - since, nbytes, 0.0))
         return True
 
-    def _prune(self, complete: Sequence[int]) -> None:
+    def _prune(self, complete: Sequence[int], unknown: set[int]) -> None:
         """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
         folders = self._folders()
         staying = self.staying(self._kept, list(map(_far_step, complete)))
-        kept = {found.step for found in [*self.local(), *staying]}
+        kept = {found.step for found in [*self.local(), *staying]} | unknown
         for step, folder in folders.items():
             is_newest = step > max(complete, default=-1) and (folder / METADATA).is_file()
             if step not in kept and not is_newest:
                 (folder / METADATA).unlink()
                 folder.remove()
+
+
+def _save_in(folder: RemotePath) -> str | None:
+    """Return which save a folder has whole; ``None`` if it has none. Raises ``OSError`` if it cannot be looked at."""
+    with suppress(FileNotFoundError):  # it is being removed
+        sizes = folder.sizes()
+        try:
+            manifest = read_manifest(cast("Path", folder))
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            return None  # it is damaged
+        files = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
+        if METADATA in sizes and files.items() <= sizes.items():
+            return "" if manifest is None else manifest.save
+    return None
 
 
 def _far_step(step: int) -> StepDirectory:

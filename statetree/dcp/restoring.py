@@ -36,10 +36,10 @@ class Restoration:
         self._step = step
         self._options = options
         self._left: set[str] = set()  # what the checkpoint has beside the template
-        self._copy: StepDirectory | None = None  # which one took the place of a damaged one
+        self._copy: StepDirectory | None = None  # what is read in the place of a damaged one
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
-        self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state))
+        self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state, to_fill=True))
         #: Which checkpoint is taken.
         self.found: StepDirectory = self._by_first(partial(series.find, "restore", step))
 
@@ -64,10 +64,11 @@ class Restoration:
                 self.found = older
             else:
                 if damaged:
-                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged"
+                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
                     if self.found == self._copy:
-                        what = f"took the mirror's copy of step {self.found.step}, since the local one is damaged"
-                    warn(f"restore: {what}: {damaged[0]}")
+                        own = f"the local one is damaged: {damaged[-1]}"
+                        what = f"took the mirror's copy of step {self.found.step}, since {own}"
+                    warn(f"restore: {what}")
                 self._tell_left()
                 return on_all_ranks("restore", self._ranks, partial(self._tree.loaded, loaded))
 

@@ -60,13 +60,14 @@ class Schedule(ABC):
 
     def _note(self, number: int, frame: object) -> None:
         before = self._before[number]
-        if self._is_over and callable(before):  # whoever took the signal since ``save_on`` may still call this
-            before(number, frame)
+        if self._is_over:  # whoever took the signal since ``save_on`` may still call this
+            if callable(before):
+                before(number, frame)
+            elif before == signal.SIG_DFL:
+                signal.signal(number, before)
+                os.kill(os.getpid(), number)
             return
         signal.signal(number, before)
-        if self._is_over:
-            os.kill(os.getpid(), number)
-            return
         if os.getpid() != self._process:  # a forked worker ends as it would have
             os.kill(os.getpid(), number)
         self._arrived = number

@@ -30,14 +30,21 @@ def _is_stateful(value: Any) -> bool:
 
 
 class StatefulTree:
-    """A tree, taken apart down to its stateful objects. ``state`` is the tree with their states in their places."""
+    """A tree, taken apart down to its stateful objects. ``state`` is the tree with their states in their places.
 
-    def __init__(self, verb: str, tree: Any) -> None:
+    To be filled, schedulers' states have memory of their own: a scheduler holds the optimizer's learning rate several
+    times, and what was saved in these places may differ.
+    """
+
+    def __init__(self, verb: str, tree: Any, *, to_fill: bool = False) -> None:
         self._verb = verb
         self._leaves, self._spec = flatten_for(verb, tree, is_leaf=_is_stateful)
         self._mask = list(map(_is_stateful, self._leaves))
         self._paths = list(compress(self._spec.paths(), self._mask)) if any(self._mask) else []
         self._states = [self._ask("state_dict", value, path) for value, path in self._objects()]
+        if to_fill:
+            pairs = zip(self._objects(), self._states, strict=True)
+            self._states = [_apart(own) if isinstance(value, LRScheduler) else own for (value, _), own in pairs]
         self.state = self._with(self._states) if self._states else tree
 
     def _objects(self) -> list[tuple[Any, Path]]:
@@ -83,10 +90,7 @@ def _divided(stored: OpenedCheckpoint) -> set[int]:
 
 
 def _apart(state: Any) -> Any:
-    """Return a scheduler's state whose tensors have memory of their own, each another one.
-
-    They are the optimizer's, and several are one, where values of different times may have been saved.
-    """
+    """Return a state whose tensors have memory of their own, each another one."""
     leaves, spec = flatten_for("restore", state)
     return unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
@@ -101,8 +105,6 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
         saved, outline = flatten_for("restore", path(tree), is_leaf=lambda node: id(node) in divided)
     except TreeMismatch:
         return state
-    if isinstance(value, LRScheduler):
-        state = _apart(state)
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))

@@ -60,8 +60,9 @@ def check_texts(value: Any) -> None:
 def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return metadata as they come back: tuples as lists."""
     try:
-        check_texts(given := dict(metadata or {}))
-        return dict(json.loads(json.dumps(given)))
+        text = json.dumps(given := dict(metadata or {}))
+        check_texts(given)
+        return dict(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
         msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None

@@ -115,7 +115,7 @@ class Call:
 def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
     """Act on every rank of a group, wait for the others, and raise on every rank if it failed on one.
 
-    The action does not communicate.
+    The action communicates over other groups, if at all, and alike on every rank.
 
     Raises:
         StateTreeError: What the first rank raised, with a note that says which ranks did; what this one raised, if it

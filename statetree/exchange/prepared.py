@@ -135,17 +135,17 @@ class Prepared(Generic[T]):
 
     def _start_idle(self) -> None:
         self._lock = threading.RLock()
-        self._is_moving = False
+        self._moving = 0
 
     def __call__(self) -> T:
         """Move the elements, and return the tree that they are in."""
         with self._lock:
-            self._is_moving = True
+            self._moving += 1
             try:
                 return self._move()
             finally:
-                self._is_moving = False
-                if self._closed:  # by what interrupted it: a handler of a signal
+                self._moving -= 1
+                if self._closed and not self._moving:  # by what interrupted it: a handler of a signal
                     self._let_go()
 
     @quietly
@@ -181,7 +181,7 @@ class Prepared(Generic[T]):
         """Let go of the tensors. Later calls raise; closing again does nothing."""
         with self._lock:
             self._closed = True
-            if not self._is_moving:
+            if not self._moving:
                 self._let_go()
 
     def _let_go(self) -> None:

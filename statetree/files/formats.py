@@ -241,41 +241,42 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
-    with _errors_named(path):
-        ranks = group_of("save", group, None)
-        on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
-        is_together = on_ranks or group is not None
-        if not is_together:
+    ranks = group_of("save", group, None)
+    on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
+    is_together = on_ranks or group is not None
+    if not is_together:
+        target, found = _destination(path, shard_bytes)
+        is_together = found.by_all_ranks and ranks.identity is not None
+    if is_together:
+        with Call("save", ranks, path=os.fspath(path)) as call:
             target, found = _destination(path, shard_bytes)
-            is_together = found.by_all_ranks and ranks.identity is not None
-        if is_together:
-            with Call("save", ranks, path=os.fspath(path)) as call:
-                target, found = _destination(path, shard_bytes)
-                call.agree(Fingerprint(call.described()))
-        by_all = found.by_all_ranks and ranks.identity is not None
-        options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
-        if is_together and not by_all:
-            tree = gather(tree, dst=0, device="cpu", group=group)
+            call.agree(Fingerprint(call.described()))
+    by_all = found.by_all_ranks and ranks.identity is not None
+    options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
+    if is_together and not by_all:
+        tree = gather(tree, dst=0, device="cpu", group=group)
 
-        def write(folder: Path) -> list[str]:
-            if is_together and not by_all and ranks.rank:
-                return []
-            with phase("save.write"):
-                return with_checks(found.write, tree, folder, target.name, options)
+    def write(folder: Path) -> list[str]:
+        if is_together and not by_all and ranks.rank:
+            return []
+        with phase("save.write"):
+            return with_checks(found.write, tree, folder, target.name, options)
 
-        together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
-        if isinstance(far := cast("Any", target), RemotePath):
+    together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
+    if isinstance(far := cast("Any", target), RemotePath):
+        with _errors_named(path):
             upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
-            return
-        by_several = not is_together and ranks.size > 1
-        whole = partial(
-            write_whole,
-            target,
-            is_directory=found.is_directory,
-            overwrite=overwrite,
-            protected=protected,
-            by_several=by_several,
-        )
+        return
+    by_several = not is_together and ranks.size > 1
+    whole = partial(
+        write_whole,
+        target,
+        is_directory=found.is_directory,
+        overwrite=overwrite,
+        protected=protected,
+        by_several=by_several,
+    )
+    with _errors_named(path):
         if by_all:
             _save_by_all(whole, ranks, write)
         else:
@@ -296,10 +297,11 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
     target = _far(path) if is_url(path) else Path(path)
     target = target if target.name and target.name != ".." else target.resolve()
-    if not target.name or target.name == "-" or "\0" in target.name:
+    if not target.name or target.name == "-" or "\0" in str(target):
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
-    found = format_for(target)
+    with _errors_named(path):
+        found = format_for(target)
     if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
         target = target.with_name(f"{target.name}.index.json")
     return target, found

@@ -81,7 +81,7 @@ def write_whole(
     _check_destination(target, is_directory=is_directory, overwrite=overwrite)
     _check_protected(path, [target], protected)
     folder = target.with_name(f".{target.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
-    last: Path | None = None  # while files get their names: the one that speaks of the others
+    last: Path | None = None  # while files get their names: the one that speaks of the others, if it is replaced
     try:
         folder.mkdir()
         names = write(folder)
@@ -103,7 +103,7 @@ def write_whole(
                     _refuse(there[0], "it exists already", _OTHER_NAME)
                 _check_protected(path, [*there, *old], protected)
                 if not (is_directory and _exchanged(folder, target)):
-                    last = home / names[-1]
+                    last = home / names[-1] if os.path.lexists(home / names[-1]) else None
                     _publish(folder, names, home, old)
                 sync(home)
             sync(target.parent)
@@ -255,8 +255,8 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]
     Of several, the one that speaks of the others is taken away first and comes last: what is read at any time is the
     old checkpoint, the new one or none, and never files of both. An interrupt is raised when all have their places.
     """
-    targets = [home / name for name in names]
     try:
+        targets = [home / name for name in names]
         if len(targets) > 1 and (folder / names[-1]).exists():
             targets[-1].unlink(missing_ok=True)
         for target in targets:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,8 @@ _SUFFIX: Final = ".safetensors"
 _METADATA: Final = "__metadata__"
 #: A text, and the names, of files in which DCP's ``HuggingFaceStorageWriter`` keeps ranks' shards (torch 2.11 to 2.15).
 _SHARDS, _SHARD_NAMES = "DCP_SHARDING_INFO", f"shard-*{_SUFFIX}"
+_RANKS: Final = "one rank's shards of tensors, as HuggingFaceStorageWriter(save_distributed=True) writes them"
+_JOIN: Final = "Join them with torch's consolidate_safetensors_files."
 #: Two elements a byte: the header counts elements, torch counts bytes.
 _PACKED: Final = "F4"
 _DTYPES: Final = {
@@ -68,7 +71,7 @@ class SafetensorsFormat(CheckpointFormat):
     def recognises(self, path: Path, beginning: bytes) -> bool:
         """Whether a file begins with the size of a header and a brace, or is an index of such files."""
         if path.is_dir():
-            return _file_of(path) is not None
+            return file_in(path, SAFETENSORS_NAMES) is not None or any(path.glob(_SHARD_NAMES))
         name = path.name.lower()
         is_index = name.endswith(INDEX) and beginning.lstrip()[:1] == b"{"
         is_header = beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MAX_JSON_BYTES
@@ -76,7 +79,7 @@ class SafetensorsFormat(CheckpointFormat):
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
-        file = files.open((_file_of(path) or path) if path.is_dir() else path)
+        file = files.open(_file_in(path) if path.is_dir() else path)
         metadata: dict[str, str] = {}
         read = partial(_read, metadata=metadata)
         tree = read_index(file, read) if file.path.name.lower().endswith(INDEX) else read(file)
@@ -105,8 +108,20 @@ class SafetensorsFormat(CheckpointFormat):
         return [*names, f"{stem}{_SUFFIX}{INDEX}"]
 
 
-def _file_of(folder: Path) -> Path | None:
-    return file_in(folder, SAFETENSORS_NAMES) or next(iter(sorted(folder.glob(_SHARD_NAMES))), None)
+def _file_in(folder: Path) -> Path:
+    found = file_in(folder, SAFETENSORS_NAMES)
+    if found is None:
+        refuse(folder, f"it holds files {_SHARD_NAMES} and no index: {_RANKS}, or others'", f"{_JOIN} Or name a file.")
+    return found
+
+
+def _has_shards(name: str, text: str) -> bool:
+    """Whether a file, by its name and the text that DCP keeps there, holds parts of tensors."""
+    try:
+        starts = [start for entry in json.loads(text).values() for start in entry["saved_offsets"]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        starts = []
+    return any(starts) or fnmatchcase(name, _SHARD_NAMES)
 
 
 def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
@@ -120,9 +135,9 @@ def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
         refuse(file.path, "the header has metadata that are no texts")
     if not all(map(is_text, [*header, *texts, *texts.values()])):
         refuse(file.path, "the header has names or metadata that are no texts")
-    if _SHARDS in texts:  # neither the shapes of whole tensors are known, nor how many files there are
-        what = "it has one rank's shards of tensors, as HuggingFaceStorageWriter(save_distributed=True) writes them"
-        refuse(file.path, what, "Join them with torch's consolidate_safetensors_files.")
+    # Of shards neither the shapes of whole tensors are known, nor how many files there are.
+    if _SHARDS in texts and _has_shards(file.path.name, texts[_SHARDS]):
+        refuse(file.path, f"it has {_RANKS}", _JOIN)
     data = file.part(8 + size, file.length - 8 - size, "the data")
     places = {key: _place(file, key, entry) for key, entry in header.items()}
     end = 0

@@ -18,7 +18,8 @@ class Registered:
     ``RandomState`` and a loader of torchdata in the state, a run goes on bit for bit in the middle of an epoch.
 
     accelerate writes its files one by one over those that a folder holds: killed in between, the folder has the model
-    of one step and the number of another. So save to a new folder each time, and load the ``latest`` one.
+    of one step and the number of another. So save to a new folder each time, and load the ``latest`` one. What is
+    registered last is written last: register this after all else.
 
     Args:
         directory: Where the checkpoints go.
@@ -33,21 +34,24 @@ class Registered:
         self.checkpointer = Checkpointer(directory, **options)
         self.state = state
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Save the state as the next step, and return its number."""
         latest = self.checkpointer.latest_step()
         step = 0 if latest is None else latest + 1
         self.checkpointer.save(step, self.state)
-        return {"step": step}
+        return {"statetree": self.checkpointer.directory.name, "step": step}
 
-    def latest(self, folders: Any) -> Path | None:
-        """Return the newest folder among those in ``folders`` that ``save_state`` wrote to the end, if there is one."""
+    def latest(self, directory: Any) -> Path | None:
+        """Return the newest folder in a directory that ``save_state`` wrote to the end, if there is one."""
         found: dict[int, Path] = {}
-        for file in Path(folders).glob("*/custom_checkpoint_*.pkl"):  # accelerate writes them last
-            with suppress(Exception):  # killed while it was written
-                found[torch.load(file)["step"]] = file.parent
-        return max([(step, found[step]) for step in self.checkpointer.steps() if step in found], default=(0, None))[1]
+        for folder in Path(directory).glob("*"):
+            files = sorted(folder.glob("custom_checkpoint_*.pkl"), key=lambda file: int(file.stem.rpartition("_")[2]))
+            with suppress(Exception):  # there is none, or it was being written
+                saved = torch.load(files[-1], map_location="cpu", mmap=True)
+                found |= {saved["step"]: folder} if saved["statetree"] == self.checkpointer.directory.name else {}
+        steps = [step for step in self.checkpointer.steps() if step in found]
+        return found[steps[-1]] if steps else None
 
-    def load_state_dict(self, saved: dict[str, int]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the step of that number."""
         self.state = self.checkpointer.restore(self.state, step=saved["step"])

@@ -139,25 +139,33 @@ _LEAF_BASES: set[type] = set()
 # them before a full collection. Nobody can tell a container that is made again from one that no structure refers to.
 #
 # What the collector calls costs something: if a signal comes while it collects, the signal's handler runs in there, and
-# Python drops what it raises (a Ctrl-C). So nothing is called as long as all classes are those of modules.
+# Python drops what it raises (a Ctrl-C). So nothing is called as long as all classes are those of modules that stay.
 _MET: Final[dict[tuple[str, str], int]] = {}
+_HOMES: Final[dict[str, int]] = {}
 #: The flag of classes that are made as a program runs, by a ``class`` statement too. The others are never freed.
 _HEAP: Final = 1 << 9
 
 
 def forget_later(cls: type, forget: Callable[[str, Mapping[str, int]], None]) -> None:
-    """Have a function called by the garbage collector from now on, if no module has the class under its name.
-
-    Nor may it have taken that of another one, which its module has no more: in a notebook, say.
-    """
-    if not cls.__flags__ & _HEAP:
-        return
-    home: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        home = getattr(home, "__dict__", {}).get(name)
-    is_lasting = home is cls and _MET.setdefault((cls.__module__, cls.__qualname__), id(cls)) == id(cls)
-    if not is_lasting and forget not in gc.callbacks:
+    """Have a function called by the garbage collector from now on, if a class was met that may be freed one day."""
+    if cls.__flags__ & _HEAP and forget not in gc.callbacks and not _stays(cls):
         gc.callbacks.append(forget)
+
+
+def _stays(cls: type) -> bool:
+    """Whether a module has the class under its name, no earlier one had that, and the modules of all classes are there.
+
+    A cell of a notebook that runs twice makes a class twice; a module of plugins may be thrown away.
+    """
+    try:
+        found: Any = sys.modules[cls.__module__]
+        _HOMES.setdefault(cls.__module__, id(found))
+        for name in cls.__qualname__.split("."):
+            found = vars(found)[name]
+        known = _MET.setdefault((cls.__module__, cls.__qualname__), id(cls))
+    except (KeyError, AttributeError, TypeError, ImportError):  # of classes and modules that are like no others
+        return False
+    return found is cls and known == id(cls) and all(id(sys.modules.get(name)) == of for name, of in _HOMES.items())
 
 
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:

@@ -166,6 +166,17 @@ def test_what_lies_beside_stays_where_a_copy_or_the_save_fails(call, tmp_path, m
     assert {(target / name).read_text() for name in ("config.json", "tokenizer.json")} == {"old"}
 
 
+def test_what_is_called_like_the_destination_is_not_copied(tmp_path, statetree):
+    (tmp_path / "to").mkdir()
+    st.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    for name in ("tokenizer", "zz.json"):
+        (tmp_path / name).write_text("{}")
+    ran = statetree("convert", "--copy-others", tmp_path / "model.pt", tmp_path / "to" / "tokenizer")
+    assert ran.status == 0
+    assert (tmp_path / "to" / "tokenizer" / ".metadata").exists()
+    assert (tmp_path / "to" / "zz.json").exists()
+
+
 def test_what_lies_beside_a_url_is_refused_before_anything_is_written(tmp_path, statetree):
     st.save({"tok": torch.ones(2)}, tmp_path / "a.safetensors")
     url = f"file://{tmp_path}/a.safetensors"

@@ -303,13 +303,17 @@ def close_while_it_moves(by):
             threads[0].start()
             threads[0].join(0.1)
             assert threads[0].is_alive()
-        else:
+        elif by == "a handler":
+            sync.close()
+        elif not threads:
+            threads.append(threading.Thread())
+            sync()  # once more, within the call
             sync.close()
 
     sync._recorder._operations.insert(1, close)
     check_same(sync(), expected)
-    for each in threads:
-        each.join()
+    if by == "a thread":
+        threads[0].join()
     name, message = attempt(sync)
     assert (name, "was closed" in message) == ("StateTreeError", True), message
     assert sync._recorder._operations == []
@@ -317,7 +321,7 @@ def close_while_it_moves(by):
     check_in_step()
 
 
-@pytest.mark.parametrize("by", ["a thread", "a handler"])
+@pytest.mark.parametrize("by", ["a thread", "a handler", "a call within"])
 def test_closing_waits_for_a_call(by):
     run_ranks(2, close_while_it_moves, by)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -104,6 +105,45 @@ def test_a_handler_that_calls_on_after_close_reaches_the_one_before(tmp_path):
             runs[0].save_on(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_handler_that_calls_on_stays(before, tmp_path):
+    calls = []
+    old = signal.signal(signal.SIGCHLD, before)  # whose default is to do nothing
+    try:
+        saved = Checkpointer(tmp_path)
+        saved.save_on(signal.SIGCHLD)
+        chained = signal.getsignal(signal.SIGCHLD)
+        own = signal.signal(signal.SIGCHLD, lambda *given: (calls.append(1), chained(*given))) or chained
+        saved.close()
+        signal.raise_signal(signal.SIGCHLD)
+        if before == signal.SIG_IGN:
+            signal.raise_signal(signal.SIGCHLD)
+            assert calls == [1, 1]
+        assert own == chained
+    finally:
+        signal.signal(signal.SIGCHLD, old)
+
+
+class Making:
+    """Its state is made for each save."""
+
+    def state_dict(self):
+        made = torch.ones(3)
+        self.made = weakref.ref(made)
+        return {"w": made}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_states_are_let_go_of_before_the_events(tmp_path):
+    making, alive = Making(), []
+    with Checkpointer(tmp_path, keep=1, on_event=lambda event: alive.append((event.kind, making.made()))) as saved:
+        saved.save(1, {"a": making})
+        saved.save(2, {"a": making})
+    assert alive == [("save", None), ("save", None), ("removal", None)]
 
 
 CLOSED = """

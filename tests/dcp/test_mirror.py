@@ -229,15 +229,15 @@ def test_ranks_restore_from_the_mirror(tmp_path):
 
 
 @pytest.fixture
-def one_request_fails(far, monkeypatch):
-    """Have a request of a file, of several, fail once."""
+def requests_fail(far, monkeypatch):
+    """Have requests of a file fail: some, by their numbers, or all."""
 
-    def arrange(file, number):
+    def arrange(file, numbers=()):
         original, asked = far.cat_file, []
 
         def flaky(path, *args, **options):
             asked.append(path.endswith(file))
-            if asked[-1] and sum(asked) == number:
+            if asked[-1] and (not numbers or sum(asked) in numbers):
                 raise OSError("503 Slow Down")
             return original(path, *args, **options)
 
@@ -246,28 +246,44 @@ def one_request_fails(far, monkeypatch):
     return arrange
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_failed_request_removes_no_step(number, tmp_path, far, one_request_fails):
+@pytest.fixture
+def three(tmp_path, far):
+    """A mirror of three steps, of which the machine has none."""
     with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
         for step in (1, 2, 3):
             saved.save(step, state(step))
-    one_request_fails("step-00000002/.statetree_manifest", number)
-    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
-        other.save(4, state(4))
-        other.save(5, state(5))
-    assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
+    assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
-def test_a_failed_request_does_not_make_an_older_step_the_latest(tmp_path, far, one_request_fails, caplog):
-    with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
-        for step in (1, 2, 3):
-            saved.save(step, state(step))
-    one_request_fails("step-00000003/.statetree_manifest", 1)
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("numbers", [[1], [1, 2], [3]])
+def test_requests_that_fail_and_then_do_not_are_nothing(numbers, tmp_path, far, requests_fail, caplog):
+    requests_fail("step-00000003/.statetree_manifest", numbers)
     with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
-        with pytest.raises(st.CheckpointError, match="there is no complete checkpoint"):
-            other.restore()
-        assert "cannot be reached" in caplog.text
         assert_trees_equal(other.restore(), state(3))
+        other.save(4, state(4))
+    assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("three")
+def test_a_step_that_cannot_be_looked_at_hides_no_other_and_stays(tmp_path, far, requests_fail, caplog):
+    requests_fail("step-00000002/.statetree_manifest")
+    with Checkpointer(tmp_path / "two", mirror="memory://far", keep=2) as other:
+        assert other.steps() == [1, 3]
+        assert_trees_equal(other.restore(), state(3))
+        other.save(4, state(4))
+    assert mirrored(far) == [f"step-0000000{step}" for step in (2, 3, 4)]
+    assert "step 2 of the mirror memory:///far cannot be looked at: " in caplog.text
+
+
+@pytest.mark.usefixtures("three")
+def test_the_newest_that_cannot_be_looked_at_is_not_passed_over(tmp_path, requests_fail):
+    requests_fail("step-00000003/.statetree_manifest")
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        assert other.steps() == [1, 2, 3]
+        with pytest.raises(st.CheckpointError, match=r"503 Slow Down.*the newest older .* is of step 2"):
+            other.restore()
 
 
 def test_the_mirrors_copy_takes_the_place_of_a_damaged_step(tmp_path, far):

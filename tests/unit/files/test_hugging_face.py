@@ -73,9 +73,28 @@ def test_names_stay_in_the_folder(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shards_of_ranks_are_not_taken_for_tensors(tmp_path):
-    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_shards_of_ranks_are_not_taken_for_tensors(is_sharded, tmp_path):
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=is_sharded)
     dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
     for path in (tmp_path, *tmp_path.iterdir()):
+        if not is_sharded:
+            assert st.load(path)["w"].tolist() == [1, 1, 1, 1]
+            continue
         with pytest.raises(st.CheckpointError, match=r"shard-.*one rank's shards of tensors.*consolidate"):
             st.load(path)
+
+
+def test_a_shard_by_any_name_is_none(tmp_path):
+    place = '{"w": {"saved_offsets": [3]}}'
+    st.save({"w": torch.ones(4)}, tmp_path / "a.safetensors", metadata={"DCP_SHARDING_INFO": place})
+    with pytest.raises(st.CheckpointError, match="one rank's shards of tensors"):
+        st.load(tmp_path / "a.safetensors")
+
+
+def test_a_folder_of_files_without_an_index_is_refused(tmp_path):
+    for number in range(2):
+        st.save({f"w{number}": torch.ones(2)}, tmp_path / f"shard-{number}.safetensors")
+    with pytest.raises(st.CheckpointError, match=r"it holds files shard-\*.safetensors and no index"):
+        st.load(tmp_path)
+    assert list(st.load(tmp_path / "shard-1.safetensors")) == ["w1"]

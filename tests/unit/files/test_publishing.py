@@ -103,3 +103,26 @@ def test_what_an_object_store_refuses_is_named(name, monkeypatch):
     monkeypatch.setattr(fsspec.filesystem("memory"), "put_file", refuse)
     with pytest.raises(st.CheckpointError, match=rf"save: cannot write memory://run/{name}: 503 Slow Down"):
         st.save({"w": torch.ones(2)}, f"memory://run/{name}")
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_bytes": 8}], ids=str)
+def test_nothing_stays_of_what_is_new_and_fails(options, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.replace", refuse)
+    with pytest.raises(st.CheckpointError, match=r"Permission denied\. Check its permissions, and the disk\.$"):
+        st.save({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "a.safetensors", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_a_container_is_no_fault_of_the_place(tmp_path):
+    class Own:
+        pass
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied", "/secrets")
+
+    st.register_container(Own, refuse, lambda *_: Own())
+    with pytest.raises(PermissionError, match="/secrets"):
+        st.save({"own": Own()}, tmp_path / "a.pt")

@@ -103,6 +103,37 @@ st.offload([Own(a=1)])
 assert len(gc.callbacks) == 1
 """
 
+THROWN_AWAY = """
+import gc, sys, types, weakref, torch, statetree as st
+
+def meet(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec("class Own(dict): pass\\nclass Opaque: pass", vars(module))
+    st.offload([module.Own(a=1), module.Opaque()])
+    return module.Own, module.Opaque
+
+gone = [weakref.ref(cls) for cls in meet("plugin_1")]
+assert gc.callbacks == []
+del sys.modules["plugin_1"]
+meet("plugin_2")
+gc.collect()
+assert [each() for each in gone] == [None, None]
+
+class Odd(dict):
+    __module__ = ["x"]
+
+sys.modules["nothing"] = None
+class Lost(dict):
+    __module__ = "nothing"
+
+st.offload([Odd(a=1), Lost(a=1)])
+"""
+
+
+@pytest.mark.slow
+def test_classes_of_modules_that_are_thrown_away_are_forgotten_when_others_are_met():
+    subprocess.run([sys.executable, "-c", THROWN_AWAY], check=True)
+
 
 @pytest.mark.slow
 def test_the_collector_calls_nothing_where_all_classes_are_those_of_modules():

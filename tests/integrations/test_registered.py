@@ -1,0 +1,23 @@
+"""Which of accelerate's folders is loaded: those that a kill left half written have no number, or another one."""
+
+from __future__ import annotations
+
+import torch
+
+from statetree.integrations.accelerate import Registered
+
+
+def test_the_newest_folder_that_was_written_to_the_end(tmp_path):
+    registered = Registered(tmp_path / "run", {"w": torch.ones(2)})
+    assert registered.latest(tmp_path / "accelerate") is None
+    for number in (1, 2, 3, 10):
+        folder = tmp_path / "accelerate" / f"step-{number}"
+        folder.mkdir(parents=True)
+        torch.save({"step": 7, "statetree": "another"}, folder / "custom_checkpoint_9.pkl")  # of others
+        torch.save(registered.state_dict(), folder / "custom_checkpoint_10.pkl")
+    assert registered.checkpointer.steps() == [0, 1, 2, 3]
+    assert registered.latest(tmp_path / "accelerate").name == "step-10"
+    (folder / "custom_checkpoint_10.pkl").write_bytes(b"PK")
+    assert registered.latest(tmp_path / "accelerate").name == "step-3"
+    (tmp_path / "accelerate" / "step-3" / "custom_checkpoint_10.pkl").unlink()
+    assert registered.latest(tmp_path / "accelerate").name == "step-2"
