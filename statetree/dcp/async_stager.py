@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.stager.stager import Stager
+from statetree.torch_internals import resolved
 
 if TYPE_CHECKING:
+    import torch
+
     from statetree.tree.selection import Where
 
 
@@ -20,7 +23,8 @@ class AsyncStager(Stager):
     DCP's own rules remain (``statetree.dcp.async_save`` handles them). With several ranks, the saving threads
     communicate in the background: pass ``async_save`` a ``process_group`` that nothing else uses, another one for each
     save in flight. Where staging fails on one rank only, the others wait until that group's timeout. DCP's process
-    takes one save at a time: wait for its future before the next.
+    takes one save at a time: wait for its future before the next. Conjugated and negated views are staged as plain
+    tensors of the same values.
 
     Args:
         asynchronous: Whether ``stage`` returns a future, so that staging runs in the background, too. Then DCP's
@@ -72,6 +76,9 @@ class AsyncStager(Stager):
         if future.done():
             future.result()  # raises what went wrong at once: DCP takes a future that is done for a success
         return future
+
+    def _handed_out(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(map(resolved, staged))  # torch loses conjugate and negative bits on the way to another process
 
     def synchronize_staging(self) -> None:
         """Wait until no staging in progress reads its tree."""

@@ -38,12 +38,17 @@ def is_alive(group: Any) -> bool:
         return False
 
 
-# Two private parts of torch, tried with 2.11.0 and 2.13.0.
+# Three private parts of torch, tried with 2.11.0, 2.13.0 and 2.15.0.
 
 
 def count_groups() -> int:
     """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
     return len(distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
+def is_name_free(ranks: list[int]) -> bool:
+    """Whether a new group of some ranks would get a name that no group has: where one was destroyed, it may not."""
+    return distributed_c10d._hash_ranks_to_str(ranks) not in distributed_c10d._world.pg_names.values()  # noqa: SLF001
 
 
 def new_gloo_group(ranks: list[int], limit: timedelta) -> Any:

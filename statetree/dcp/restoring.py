@@ -86,11 +86,11 @@ class Restoration:
     def _load(self) -> Any:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
-            path, template = self._series.path(self.found), self._tree.state
+            path = self._series.path(self.found)
             with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
-                    if self._options.where is None:
-                        template = on_all_ranks("restore", self._ranks, partial(self._tree.template, path))
+                    make = partial(self._tree.template, path, self._options.where)
+                    template = on_all_ranks("restore", self._ranks, make)
                     self._left = set()
                     options = self._options._replace(partly=self._left)
                     return load_tree(path, template, self._ranks, options, together=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,8 @@ from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.pruning import pruned
+from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import pathlib
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.files.checkpoint import OpenedCheckpoint
     from statetree.key_paths import Path
+    from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
 
 
@@ -62,15 +65,22 @@ class StatefulTree:
         rest, pairs = iter(values), zip(self._leaves, self._mask, strict=True)
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
-    def template(self, directory: pathlib.Path) -> Any:
-        """Return the template for a checkpoint: where an object's state lacks a path, memory for the leaf."""
+    def template(self, directory: pathlib.Path, where: Where | None = None) -> Any:
+        """Return the template for a checkpoint: where an object's state lacks a path, memory for it, if chosen."""
         if not self._states:
             return self.state
         stored = opened(directory, skip_foreign=True)
         divided = _divided(stored)
         pairs = zip(self._objects(), self._states, strict=True)
-        known = [_fitted(value, state, path, stored.tree, divided) for (value, path), state in pairs]
-        return self._with(known)
+        fitted = [_fitted(value, state, path, stored.tree, divided) for (value, path), state in pairs]
+        tree = self._with([made for made, _ in fitted])
+        if where is None:
+            return tree
+        leaves, spec = flatten_for("restore", tree)
+        lacking = [leaf is _LACKING for leaf in flatten_for("restore", self._with([marked for _, marked in fitted]))[0]]
+        chosen = selected(where, spec, leaves, verb="restore")
+        kept = [is_chosen or not lacks for is_chosen, lacks in zip(chosen, lacking, strict=True)]
+        return pruned("restore", spec, leaves, kept)
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""
@@ -95,8 +105,12 @@ def _apart(state: Any) -> Any:
     return unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
-def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int]) -> Any:
-    """Return a template for what is stored of an object, with the leaves of its state.
+#: Stands for a leaf that an object's state lacks.
+_LACKING: Final = object()
+
+
+def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int]) -> tuple[Any, Any]:
+    """Return a template for what is stored of an object, with the leaves of its state; and with those that it lacks.
 
     An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
     path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
@@ -104,7 +118,7 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
     try:
         saved, outline = flatten_for("restore", path(tree), is_leaf=lambda node: id(node) in divided)
     except TreeMismatch:
-        return state
+        return state, state
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
@@ -113,11 +127,12 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
     if is_all_there or not all(
         path in known or any(path[:count] in whole for count in range(len(path))) for path in own
     ):
-        return state
+        return state, state
     groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
     parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
     pairs = zip(paths, saved, strict=True)
-    return unflatten(outline, [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs])
+    made = [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs]
+    return unflatten(outline, made), unflatten(outline, [own.get(path, _LACKING) for path in paths])
 
 
 def _containers(spec: TreeSpec) -> set[tuple[Any, ...]]:
@@ -132,6 +147,8 @@ def _room(leaf: Any, path: tuple[Any, ...], parameters: dict[int, torch.Tensor])
     """
     if not isinstance(leaf, StoredTensor):
         return None
+    if not leaf.is_strided:
+        return leaf.tensor().clone()
     parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == "state" else None
     if isinstance(parameter, DTensor) and parameter.shape == leaf.shape:
         return torch.empty_like(parameter.detach(), dtype=leaf.dtype)

@@ -237,3 +237,32 @@ def test_a_frozen_leaf_that_was_written_is_found():
         state["base"][2] = 0
         with pytest.raises(statetree.TreeMismatch, match="base"):
             stager.stage(state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_views_that_torch_loses_between_processes_are_staged_as_their_values(asynchronous):
+    numbers = torch.randn(3, 2, dtype=torch.complex64)
+    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "w": torch.ones(2)}
+    with dcp.AsyncStager(asynchronous=asynchronous) as stager:
+        staged = stager.stage(state)
+        staged = staged.result() if asynchronous else staged
+    assert not any(leaf.is_conj() or leaf.is_neg() for leaf in staged.values())
+    assert all(torch.equal(staged[name], leaf) for name, leaf in state.items())
+
+
+def save_views_in_a_process(directory):
+    multiprocessing.current_process()._config["daemon"] = False  # which may not have children
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    state = {"conj": torch.randn(3, 2, dtype=torch.complex64).conj()}
+    state["neg"] = state["conj"].imag
+    with dcp.AsyncStager(share_memory=True) as stager:
+        options = {"async_stager": stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        torch_dcp.async_save(state, checkpoint_id=directory, **options).result(units(30))
+    like = {name: torch.zeros_like(leaf.resolve_conj().resolve_neg()) for name, leaf in state.items()}
+    torch_dcp.load(like, checkpoint_id=directory)
+    assert all(torch.equal(like[name], leaf) for name, leaf in state.items())
+
+
+@pytest.mark.slow
+def test_another_process_writes_the_values_of_views(tmp_path):
+    run_ranks(1, save_views_in_a_process, tmp_path, timeout=units(60))

@@ -68,6 +68,20 @@ def test_a_save_in_the_background_does_not_outlive_its_group(tmp_path):
     assert loaded["a"].tolist() == [0, 1, 2, 3]
 
 
+def save_where_another_group_was_destroyed(directory: Path) -> None:
+    """Torch names groups by how many there are: a new one would get the name of one that is there."""
+    evaluation, training = dist.new_group(), dist.new_group()
+    dcp.Checkpointer(directory / "a", process_group=training).save(1, {"w": torch.ones(2)})
+    dist.destroy_process_group(evaluation)
+    for name in ("b", "c"):
+        dcp.Checkpointer(directory / name, process_group=None if name == "b" else dist.new_group()).save(1, {"w": 1})
+        assert statetree.load(directory / name / "step-00000001") == {"w": 1}
+
+
+def test_a_group_that_was_destroyed_leaves_names_free(tmp_path):
+    run_ranks(2, save_where_another_group_was_destroyed, tmp_path, fresh=True)
+
+
 def use_a_destroyed_group(directory: Path) -> None:
     group = dist.new_group([0, 1])
     statetree.save({"a": 1}, directory / "a", group=group)

@@ -368,3 +368,41 @@ def fail_to_load_on_one(directory):
 
 def test_an_object_that_fails_on_one_rank_does_on_all(tmp_path):
     run_ranks(2, fail_to_load_on_one, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["**", ["model.**", "optim.**"], lambda path, _: path[0] != "extra"])
+def test_where_chooses_of_what_an_optimizer_lacks(where, tmp_path):
+    run = scheduled(4)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(4, {**run, "extra": 1})
+        fresh = scheduled(0)
+        restored = saved.restore({**fresh, "extra": 0}, where=where)
+        assert restored["extra"] == (where == "**")
+        other = scheduled(0)
+        saved.restore({**other, "extra": 0}, where=["model.**", "optim.state.0.*"])
+    for key in ("model", "optim"):
+        report = statetree.similarity(fresh[key].state_dict(), run[key].state_dict())
+        assert report, report
+    found = other["optim"].state_dict()["state"]
+    assert list(found) == [0]
+    assert torch.equal(found[0]["exp_avg"], run["optim"].state_dict()["state"][0]["exp_avg"])
+
+
+def embedded(steps):
+    torch.manual_seed(0)
+    model = nn.Embedding(10, 4, sparse=True)
+    run = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    for _ in range(steps):
+        model(torch.tensor([1, 3, 3])).square().sum().backward()
+        run["optim"].step()
+        run["optim"].zero_grad()
+    return run
+
+
+def test_sparse_moments_come_into_a_fresh_optimizer(tmp_path):
+    run = embedded(2)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(2, run)
+        resumed = saved.restore(embedded(0))
+    report = statetree.similarity(resumed["optim"].state_dict(), run["optim"].state_dict())
+    assert report, report
