@@ -270,8 +270,8 @@ class Checkpointer(Schedule):
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
                 as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``. Where
-                that lacks a path (of those that ``where`` chooses), an optimizer gets what has the shape of a
-                distributed parameter in the layout of this parameter, and all else is whole, on the CPU.
+                that lacks a path, an optimizer gets what has the shape of a distributed parameter in the layout of
+                this parameter, and all else is whole, on the CPU. ``where`` chooses all that an object lacks, or none.
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a

@@ -14,7 +14,6 @@ from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
-from statetree.tree.pruning import pruned
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
@@ -66,7 +65,12 @@ class StatefulTree:
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
     def template(self, directory: pathlib.Path, where: Where | None = None) -> Any:
-        """Return the template for a checkpoint: where an object's state lacks a path, memory for it, if chosen."""
+        """Return the template for a checkpoint: where an object's state lacks paths, memory for them, if chosen.
+
+        Raises:
+            TreeMismatch: If ``where`` chooses some of what an object lacks: an optimizer with half of its moments, or a
+                list without its middle, is nobody's state.
+        """
         if not self._states:
             return self.state
         stored = opened(directory, skip_foreign=True)
@@ -77,10 +81,24 @@ class StatefulTree:
         if where is None:
             return tree
         leaves, spec = flatten_for("restore", tree)
-        lacking = [leaf is _LACKING for leaf in flatten_for("restore", self._with([marked for _, marked in fitted]))[0]]
         chosen = selected(where, spec, leaves, verb="restore")
-        kept = [is_chosen or not lacks for is_chosen, lacks in zip(chosen, lacking, strict=True)]
-        return pruned("restore", spec, leaves, kept)
+        rest = iter(zip(fitted, self._states, self._paths, strict=True))
+        known, place = [], 0  # in the tree, the leaves of each object's state stand in the object's place
+        for is_object in self._mask:
+            if not is_object:
+                place += 1
+                continue
+            (made, marked), state, path = next(rest)
+            marks = flatten_for("restore", marked)[0]
+            own, place = chosen[place : place + len(marks)], place + len(marks)
+            found = {is_chosen for is_chosen, mark in zip(own, marks, strict=True) if mark is _LACKING}
+            if len(found) > 1:
+                raise TreeMismatch(
+                    f"restore: where chooses some of what the object at {path or '<root>'} lacks: expected all of it "
+                    "or none. Choose all, or give the object a state first."
+                )
+            known.append(made if True in found else state)
+        return self._with(known)
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""

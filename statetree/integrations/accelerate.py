@@ -45,9 +45,10 @@ class Registered:
         """Return the newest folder in a directory that ``save_state`` wrote to the end, if there is one."""
         found: dict[int, Path] = {}
         for folder in Path(directory).glob("*"):
-            files = sorted(folder.glob("custom_checkpoint_*.pkl"), key=lambda file: int(file.stem.rpartition("_")[2]))
             with suppress(Exception):  # there is none, or it was being written
-                saved = torch.load(files[-1], map_location="cpu", mmap=True)
+                files = folder.glob("custom_checkpoint_*.pkl")
+                last = max(files, key=lambda file: int(file.stem.rpartition("_")[2]))
+                saved = torch.load(last, map_location="cpu", mmap=True)
                 found |= {saved["step"]: folder} if saved["statetree"] == self.checkpointer.directory.name else {}
         steps = [step for step in self.checkpointer.steps() if step in found]
         return found[steps[-1]] if steps else None

@@ -378,14 +378,65 @@ def test_where_chooses_of_what_an_optimizer_lacks(where, tmp_path):
         fresh = scheduled(0)
         restored = saved.restore({**fresh, "extra": 0}, where=where)
         assert restored["extra"] == (where == "**")
-        other = scheduled(0)
-        saved.restore({**other, "extra": 0}, where=["model.**", "optim.state.0.*"])
     for key in ("model", "optim"):
         report = statetree.similarity(fresh[key].state_dict(), run[key].state_dict())
         assert report, report
-    found = other["optim"].state_dict()["state"]
-    assert list(found) == [0]
-    assert torch.equal(found[0]["exp_avg"], run["optim"].state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "where", ["model.**", "extra", lambda path, _: path[0] == "model", ["model.**", "optim.param_**"]]
+)
+def test_what_where_does_not_choose_of_an_object_stays_as_it_is(where, tmp_path):
+    run, fresh = scheduled(4), scheduled(0)
+    before = statetree.offload(fresh["optim"].state_dict())
+    with Checkpointer(tmp_path) as saved:
+        saved.save(4, {**run, "extra": torch.ones(2)})
+        saved.restore({**fresh, "extra": torch.zeros(2)}, where=where)
+    if "optim" not in str(where):
+        assert_trees_equal(statetree.offload(fresh["optim"].state_dict()), before)
+    assert fresh["optim"].state_dict()["state"] == {}
+    assert torch.equal(fresh["model"].weight, run["model"].weight) == (where != "extra")
+
+
+class Held:
+    """It has what it is given, and takes what was saved."""
+
+    def __init__(self, **held):
+        self.held = held
+
+    def state_dict(self):
+        return dict(self.held)
+
+    def load_state_dict(self, state):
+        self.held = state
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [(None, {"at": 5}), ({"at": 5}, None), ([torch.ones(2)], []), ([], [torch.ones(2)]), ({}, {"a": {}})],
+    ids=str,
+)
+def test_a_live_state_that_where_does_not_touch_stays(stored, own, tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"held": Held(some=stored, n=torch.ones(2), more=torch.ones(2)), "m": {"w": torch.ones(2)}})
+        held, m = Held(some=own, n=torch.zeros(2)), {"w": torch.zeros(2)}
+        saved.restore({"held": held, "m": m}, where="m.**")
+    assert_trees_equal(held.held, {"some": own, "n": torch.zeros(2)})
+    assert m["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("where", ["held.xs.2", lambda path, _: str(path) in ("held.xs.2", "m.w"), "held.xs.0*"])
+def test_a_part_of_what_an_object_lacks_is_refused(where, tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"held": Held(xs=[torch.full((2,), float(n)) for n in range(12)]), "m": {"w": torch.ones(2)}})
+        held = Held(xs=[torch.zeros(2)])
+        if where == "held.xs.0*":  # it has that one
+            saved.restore({"held": held}, where=where)
+            return
+        with pytest.raises(statetree.TreeMismatch, match="where chooses some of what the object at held lacks"):
+            saved.restore({"held": held, "m": {"w": torch.zeros(2)}}, where=where)
+        saved.restore({"held": held}, where="held.**")
+    assert [x.tolist() for x in held.held["xs"]] == [[n, n] for n in range(12)]
 
 
 def embedded(steps):
