@@ -128,7 +128,6 @@ class Checkpointer(Schedule):
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
         self._owns_stager = stager is None
-        self._closed = False
         self._start_idle()
         renew_after_fork(self, Checkpointer._start_idle)
 
@@ -349,7 +348,6 @@ class Checkpointer(Schedule):
             CheckpointError: If a save in the background failed, and no call has raised that yet.
         """
         with self._calling:
-            self._closed = True
             self._give_back()
             try:
                 self._running.raise_error()  # this rank's own: not every rank need close

@@ -40,7 +40,7 @@ class Schedule(ABC):
         self._since = time.monotonic()
         self._arrived = 0
         self._before: dict[int, Any] = {}
-        self._is_over = False
+        self._closed = False  # and signals are given back
         self._process = os.getpid()
 
     @abstractmethod
@@ -53,14 +53,14 @@ class Schedule(ABC):
         A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
         every rank.
         """
-        if self._is_over:
+        if self._closed:
             raise CheckpointError("save_on: the Checkpointer is closed: expected an open one. Make a new one.")
         for number in signals:
             self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
     def _note(self, number: int, frame: object) -> None:
         before = self._before[number]
-        if self._is_over:  # whoever took the signal since ``save_on`` may still call this
+        if self._closed:  # whoever took the signal since ``save_on`` may still call this
             if callable(before):
                 before(number, frame)
             elif before == signal.SIG_DFL:
@@ -101,7 +101,7 @@ class Schedule(ABC):
         step = as_int(step)
         check_step("due", step)
         is_due = self._steps > 0 and step > 0 and step % self._steps == 0
-        if (self._before and not self._is_over) or self._seconds is not None:
+        if (self._before and not self._closed) or self._seconds is not None:
             is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
             arrived = self._arrived
             told = from_all((is_late, arrived), self._group_that_agrees())
@@ -115,8 +115,8 @@ class Schedule(ABC):
         return is_due
 
     def _give_back(self) -> None:
-        """Leave signals to whoever had them before."""
-        self._is_over = True
+        """Leave signals to whoever had them before: it is closed."""
+        self._closed = True
         for number, before in self._before.items():
             with suppress(ValueError):  # only the main thread may
                 if signal.getsignal(number) == self._note:

@@ -21,3 +21,13 @@ def test_the_newest_folder_that_was_written_to_the_end(tmp_path):
     assert registered.latest(tmp_path / "accelerate").name == "step-3"
     (tmp_path / "accelerate" / "step-3" / "custom_checkpoint_10.pkl").unlink()
     assert registered.latest(tmp_path / "accelerate").name == "step-2"
+
+
+def test_a_folder_of_another_run_is_not_taken(tmp_path):
+    (tmp_path / "accelerate" / "step-1").mkdir(parents=True)
+    for name in ("one", "other"):
+        registered = Registered(tmp_path / name, {"w": torch.ones(2)})
+        torch.save(registered.state_dict(), tmp_path / "accelerate" / "step-1" / "custom_checkpoint_0.pkl")
+    assert registered.latest(tmp_path / "accelerate").name == "step-1"
+    assert Registered(tmp_path / "one", {}).checkpointer.steps() == [0]
+    assert Registered(tmp_path / "one", {}).latest(tmp_path / "accelerate") is None
