@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
-from statetree.dcp.groups import count_groups, from_all, group_for, is_alive, is_name_free, new_gloo_group, ranks_of
+from statetree.dcp.groups import group_for, is_alive, new_gloo_group, ranks_of
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, clear_frames
 from statetree.exchange.call import on_all_ranks
@@ -132,20 +130,12 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
 
 def _group_like(verb: str, directory: Path, parent: ProcessGroup) -> Any:
     try:
-        # Ranks only find each other if they are in equally many groups, and under a name that is free on all.
-        own, ranks = count_groups(), dist.get_process_group_ranks(parent)
-        fillers = [new_gloo_group([dist.get_rank()], _MAKING) for _ in range(max(from_all(own, parent)) - own)]
-        while not all(from_all(is_name_free(ranks), parent)):
-            fillers.append(new_gloo_group([dist.get_rank()], _MAKING))
-        group = new_gloo_group(ranks, _MAKING)
-    except (RuntimeError, ValueError) as error:  # a ValueError if there is no free name for this rank alone
+        return new_gloo_group(parent, _MAKING)
+    except RuntimeError as error:
         raise CheckpointError(
             f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, got: "
             f"{str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints are untouched."
         ) from error
-    for filler in fillers:
-        dist.destroy_process_group(filler)
-    return group
 
 
 class SaveFuture(Future[None]):

@@ -321,7 +321,10 @@ class Checkpointer(Schedule):
         return next((found.step for found in self._series.best(self._series.complete(), 1)[0]), None)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
+        """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored.
+
+        This and all that asks for the latest or best raises ``CheckpointError`` while a mirror cannot be reached.
+        """
         return [checkpoint.step for checkpoint in self._series.complete()]
 
     def path(self, step: SupportsIndex | None = None) -> Path:
@@ -384,8 +387,8 @@ class Checkpointer(Schedule):
     def _warn_of_step(self, verb: str, step: int) -> None:
         """Say so if the step does not become the latest one, on the first rank."""
         is_step = type(step) is int and is_first(self._background(verb, "restore").group)
-        latest = self.latest_step() if is_step else None
-        if latest is not None and step <= latest:
+        latest = max([found.step for found in self._series.at_hand()], default=-1) if is_step else -1
+        if 0 <= latest >= step:
             msg = (
                 f"{verb}: step {step} is not above that of the latest checkpoint in {self.directory}, {latest}: "
                 "expected a higher one. restore() takes the highest: after going back to an earlier step, save "

@@ -7,7 +7,8 @@ make each rank go on alone.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -38,24 +39,48 @@ def is_alive(group: Any) -> bool:
         return False
 
 
-# Three private parts of torch, tried with 2.11.0, 2.13.0 and 2.15.0.
+#: Private parts of torch, tried with 2.11.0, 2.13.0 and 2.15.0, here and in ``_counting``.
+_name_for: Any = distributed_c10d._hash_ranks_to_str  # noqa: SLF001
+_set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # noqa: SLF001
+#: So many more than any process makes groups that a name with this number is nobody else's.
+_BEYOND: Final = 1 << 62
 
 
-def count_groups() -> int:
-    """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
-    return len(distributed_c10d._world.pg_names)  # noqa: SLF001
+def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c10d.default_pg_timeout) -> Any:
+    """Return a new group of another one's ranks, or of this rank alone, which only these ranks make.
 
-
-def is_name_free(ranks: list[int]) -> bool:
-    """Whether a new group of some ranks would get a name that no group has: where one was destroyed, it may not."""
-    return distributed_c10d._hash_ranks_to_str(ranks) not in distributed_c10d._world.pg_names.values()  # noqa: SLF001
-
-
-def new_gloo_group(ranks: list[int], limit: timedelta) -> Any:
-    """Return a new group, which only its ranks make, for at most a time. In use, it waits as long as others do."""
-    group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
-    distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout, group)  # noqa: SLF001
+    Making it takes at most a time. In use, it waits as long as others do.
+    """
+    ranks = [dist.get_rank()] if parent is None else dist.get_process_group_ranks(parent)
+    groups = distributed_c10d._world.pg_names  # noqa: SLF001
+    number = max(from_all(len(groups), parent))
+    while not all(from_all(_counting(number, lambda: _name_for(ranks) not in groups.values()), parent)):
+        number += 1
+    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts all
+    make = partial(dist.new_group, ranks, limit, "gloo", use_local_synchronization=True, **unsorted)
+    group = _counting(number, make)
+    _set_timeout(distributed_c10d.default_pg_timeout, group)
     return group
+
+
+def _counting(number: int, call: Callable[[], T]) -> T:
+    """Call something that makes a group while torch counts as many groups on this rank as on others.
+
+    Torch names a group that only its ranks make after these and a number: that of the groups which this process is in,
+    and since 2.15 a count of all that it has made. Where ranks have been in different groups, each would wait for the
+    others under another name. The count is put back, because torch names what all ranks make after it, and those
+    outside of this group do not count it.
+    """
+    world: Any = distributed_c10d._world  # noqa: SLF001
+    count, others = world.group_count, [object() for _ in range(number - len(world.pg_names))]
+    try:
+        world.group_count = _BEYOND + number
+        world.pg_names.update(dict.fromkeys(others, ""))
+        return call()
+    finally:
+        world.group_count = count
+        for other in others:
+            world.pg_names.pop(other, None)
 
 
 def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:

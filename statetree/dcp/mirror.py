@@ -11,12 +11,13 @@ import re
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.dcp.metadata import METADATA
-from statetree.dcp.series import Series, StepDirectory, identity_of, name_of
+from statetree.dcp.series import Series, StepDirectory, identity_of, name_of, steps_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError
 from statetree.files.remote import RemotePath, is_url
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
     from statetree.dcp.series import Kept
 
+T = TypeVar("T")
+
 _log = logging.getLogger("statetree")
 _NAME: Final = re.compile(r"step-(\d{8,})")
-#: How often a step is looked at that cannot be reached.
+#: How often it is asked where requests fail.
 _ATTEMPTS: Final = 3
 #: The identity of a step that only the mirror has.
 _FAR: Final = (-1, -1)
@@ -58,17 +61,32 @@ class MirroredSeries(Series):
         self._is_behind = False
 
     def complete(self) -> list[StepDirectory]:
-        """Return the complete checkpoints, local and mirrored, in the order of steps."""
+        """Return the complete checkpoints, local and mirrored, in the order of steps.
+
+        Raises:
+            CheckpointError: If the mirror cannot be reached: else what lies here would pass for the newest.
+        """
         near = self.local()
         try:
             there, unknown = self._mirrored()
-        except (OSError, CheckpointError) as error:
-            _log.warning("the mirror %s cannot be reached: %s", self.url, error)
-            return near
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpointer: the mirror {self.url} may have later steps than {self.directory}, which has "
+                f"{steps_of(near)}: expected it to answer, got: {str(error).rstrip('.')}. Try again. For what is here, "
+                "pass the step, or make a Checkpointer without mirror."
+            ) from error
         known = {found.step for found in near} | there.keys()
         # What cannot be looked at now is listed if it is the newest: else an older one would pass for that.
         newest = {step for step in unknown if step > max(known, default=-1)}
         return sorted([*near, *map(_far_step, (there.keys() | newest) - {found.step for found in near})])
+
+    def at_hand(self) -> list[StepDirectory]:
+        """Return the complete checkpoints, or those that are local where the mirror cannot be reached."""
+        try:
+            return self.complete()
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            return self.local()
 
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
@@ -90,25 +108,20 @@ class MirroredSeries(Series):
         found: dict[int, str] = {}
         unknown: set[int] = set()
         for step, folder in self._folders().items():
-            for attempt in range(_ATTEMPTS):
-                try:
-                    save = _save_in(folder)
-                except OSError as error:
-                    if attempt == _ATTEMPTS - 1:
-                        _log.warning("step %d of the mirror %s cannot be looked at: %s", step, self.url, error)
-                        unknown.add(step)
-                    continue
-                if save is not None:
-                    found[step] = save
-                break
+            try:
+                save = _asked(partial(_save_in, folder))
+            except OSError as error:
+                _log.warning("step %d of the mirror %s cannot be looked at: %s", step, self.url, error)
+                unknown.add(step)
+                continue
+            if save is not None:
+                found[step] = save
         return found, unknown
 
     def _folders(self) -> dict[int, RemotePath]:
         """Return the folders of steps, whatever is in them."""
-        with suppress(FileNotFoundError):
-            matches = [(_NAME.fullmatch(place.name), place) for place in self.url.iterdir()]
-            return {int(match[1]): place for match, place in matches if match}
-        return {}
+        matches = [(_NAME.fullmatch(place.name), place) for place in _asked(partial(_places_in, self.url))]
+        return {int(match[1]): place for match, place in matches if match}
 
     def upload_later(self) -> None:
         """Upload in the background what the mirror lacks, and remove there what is not kept."""
@@ -180,6 +193,20 @@ class MirroredSeries(Series):
             if step not in kept and not is_newest:
                 (folder / METADATA).unlink()
                 folder.remove()
+
+
+def _asked(ask: Callable[[], T]) -> T:
+    """Return what the mirror answers; a request that fails is made again."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(OSError):
+            return ask()
+    return ask()
+
+
+def _places_in(folder: RemotePath) -> list[RemotePath]:
+    with suppress(FileNotFoundError):  # nothing was uploaded yet
+        return list(folder.iterdir())
+    return []
 
 
 def _save_in(folder: RemotePath) -> str | None:

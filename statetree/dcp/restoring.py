@@ -102,8 +102,10 @@ class Restoration:
 
     def _find_instead(self) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
+        if self.found in [*self._series.all(), self._copy]:
+            return None
         complete = self._series.complete()
-        if self.found in [*self._series.all(), *complete, self._copy]:
+        if self.found in complete:
             return None
         if self._step is None or any(found.step == self._step for found in complete):
             return self._series.find("restore", self._step)
@@ -115,7 +117,7 @@ class Restoration:
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
-        for older in reversed(self._series.complete()):
+        for older in reversed(self._series.at_hand()):
             if older.step < self.found.step:
                 try:
                     opened(self._series.path(older)).check()

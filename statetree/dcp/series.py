@@ -91,6 +91,10 @@ class Series:
         """Return the complete checkpoints, one of each step, in the order of steps."""
         return self.local()
 
+    def at_hand(self) -> list[StepDirectory]:
+        """Return them as far as they can be asked for now."""
+        return self.complete()
+
     def local(self) -> list[StepDirectory]:
         """Return those that lie in the directory, whatever a mirror has."""
         return _latest(self.all())
@@ -114,15 +118,17 @@ class Series:
 
     def find(self, verb: str, step: int | None) -> StepDirectory:
         """Return the checkpoint of a step, or the latest; raise ``CheckpointError`` if there is none."""
+        for found in self.local():
+            if found.step == step:
+                return found
         complete = self.complete()
         chosen = [found for found in complete if step is None or found.step == step]
         if chosen:
             return chosen[-1]
         what = "a checkpoint" if step is None else f"one of step {step}"
-        there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
         raise CheckpointError(
-            f"{verb}: there is no complete checkpoint in {self.directory}: expected {what}, got steps: {there}. Save "
-            "one first, or pass the directory that holds them."
+            f"{verb}: there is no complete checkpoint in {self.directory}: expected {what}, got {steps_of(complete)}. "
+            "Save one first, or pass the directory that holds them."
         )
 
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:  # noqa: ARG002 - for those that have some
@@ -225,6 +231,11 @@ class Series:
                 os.unlink(entry.path)
             elif entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
                 remove_folder(entry.path)
+
+
+def steps_of(found: Sequence[StepDirectory]) -> str:
+    """Return the last steps of some checkpoints, for messages."""
+    return f"steps: {', '.join(str(each.step) for each in found[-10:]) or 'none'}"
 
 
 def _latest(found: Iterable[StepDirectory]) -> list[StepDirectory]:

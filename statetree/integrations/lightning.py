@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning import pytorch
 
 from statetree.dcp.checkpointer import Checkpointer
+from statetree.dcp.groups import has_process_group, new_gloo_group
 from statetree.errors import warn
 from statetree.integrations import RandomStates
 
@@ -23,9 +23,8 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
     @property
     def checkpointer(self) -> Checkpointer:  # of this process alone: made when the process groups are
         if self._made is None:
-            if dist.is_initialized():
-                own = [dist.get_rank()]
-                self._options["process_group"] = dist.new_group(own, backend="gloo", use_local_synchronization=True)
+            if has_process_group():
+                self._options["process_group"] = new_gloo_group(None)
             self._made = Checkpointer(self._directory, **self._options)
         return self._made
 

@@ -286,6 +286,65 @@ def test_the_newest_that_cannot_be_looked_at_is_not_passed_over(tmp_path, reques
             other.restore()
 
 
+@pytest.fixture
+def listing_fails(far, monkeypatch):
+    """Have some of the requests for what lies in the mirror fail, by their numbers, or all of them."""
+
+    def arrange(numbers=()):
+        original, asked = MemoryFileSystem.ls, []
+
+        def flaky(self, path, *args, **options):
+            asked.append(path.strip("/") == "far")
+            if asked[-1] and (not numbers or sum(asked) in numbers):
+                raise OSError("104 Connection reset by peer")
+            return original(self, path, *args, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, "ls", flaky)
+
+    return arrange
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("numbers", [[1], [1, 2], [2]])
+def test_a_listing_that_fails_and_then_does_not_is_nothing(numbers, tmp_path, listing_fails, caplog):
+    listing_fails(numbers)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        assert other.steps() == [1, 2, 3]
+        assert_trees_equal(other.restore(), state(3))
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("has_some", [True, False])
+def test_no_older_step_passes_for_the_latest_of_a_mirror_that_cannot_be_reached(has_some, tmp_path, listing_fails):
+    if has_some:
+        Checkpointer(tmp_path).save(1, state(1))
+    with Checkpointer(tmp_path, mirror="memory://far") as other:
+        listing_fails()
+        there = "steps: 1" if has_some else "steps: none"
+        asked = (other.restore, other.steps, other.latest_step, other.best_step, other.path, other.metadata)
+        for ask in (*asked, lambda: other.restore(step=2)):
+            with pytest.raises(st.CheckpointError, match=f"memory:///far may have later .*{there}: .* 104 Connection"):
+                ask()
+        other.save(4, state(4))
+        for step in [1, 4] if has_some else [4]:
+            assert_trees_equal(other.restore(step=step, fallback=True), state(step))
+
+
+@pytest.mark.usefixtures("three")
+def test_an_older_step_that_is_here_takes_the_place_of_a_damaged_one_without_the_mirror(tmp_path, listing_fails):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state(1))
+    saved.save(2, state(2))
+    next(saved.path(2).glob("*.distcp")).write_bytes(b"")
+    with Checkpointer(tmp_path, mirror="memory://far") as other:
+        listing_fails()
+        with pytest.raises(st.CheckpointError, match=r"step-00000002.*the newest older .* is of step 1"):
+            other.restore(step=2)
+        with pytest.warns(UserWarning, match="took the checkpoint of step 1"):
+            assert_trees_equal(other.restore(step=2, fallback=True), state(1))
+
+
 def test_the_mirrors_copy_takes_the_place_of_a_damaged_step(tmp_path, far):
     with Checkpointer(tmp_path, mirror="memory://far") as saved:
         saved.save(1, state(1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,6 +21,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 import statetree
 from statetree import dcp
+from statetree.dcp.groups import new_gloo_group
 from statetree.dcp.series import Series
 from statetree.testing import run_ranks
 from tests.pace import units
@@ -285,6 +289,39 @@ def save_where_ranks_are_in_unequally_many_groups(directory: Path) -> Any:
 def test_ranks_may_be_in_unequally_many_groups(tmp_path):
     found = run_ranks(4, save_where_ranks_are_in_unequally_many_groups, tmp_path, timeout=units(15), fresh=True)
     assert found == [None, [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
+def make_groups_after_a_save(directory: Path) -> list[int]:
+    """Some ranks save, and then all of them make a group."""
+    group, rank = dist.new_group([1, 2]), dist.get_rank()
+    if rank:
+        with dcp.Checkpointer(directory, process_group=group) as series:
+            series.async_save(1, {"own": {rank: torch.ones(3)}})
+        alone = [new_gloo_group(None) for _ in range(rank)]
+        assert len({distributed_c10d._world.pg_names[each] for each in alone}) == rank
+    everyone = dist.new_group([0, 1, 2], timedelta(seconds=units(5)))  # torch names it after what it has counted
+    ranks = [0, 0, 0]
+    dist.all_gather_object(ranks, rank, group=everyone)
+    return ranks
+
+
+@pytest.mark.slow
+def test_all_ranks_make_groups_after_some_have_saved(tmp_path):
+    assert run_ranks(3, make_groups_after_a_save, tmp_path, timeout=units(30), fresh=True) == [[0, 1, 2]] * 3
+
+
+def save_in_another_order(directory: Path) -> Any:
+    group, rank = dist.new_group([2, 0, 1], sort_ranks=False), dist.get_rank()
+    with dcp.Checkpointer(directory, process_group=group) as series:
+        series.async_save(1, {"own": {rank: torch.arange(3) + rank}})
+        loaded = series.restore({"own": {rank: torch.zeros(3).long()}})
+    return dist.get_process_group_ranks(new_gloo_group(group)), loaded["own"][rank].tolist()
+
+
+@pytest.mark.skipif("sort_ranks" not in signature(dist.new_group).parameters, reason="torch 2.11 sorts ranks")
+def test_ranks_of_a_group_may_have_another_order(tmp_path):
+    found = run_ranks(3, save_in_another_order, tmp_path, timeout=units(30), fresh=True)
+    assert found == [([2, 0, 1], [rank, rank + 1, rank + 2]) for rank in range(3)]
 
 
 def save_on_the_last_two(directory: Path) -> Any:
