@@ -9,7 +9,7 @@ from lightning import pytorch
 
 from statetree.dcp.checkpointer import Checkpointer
 from statetree.dcp.groups import has_process_group, new_gloo_group
-from statetree.errors import warn
+from statetree.errors import CheckpointError, warn
 from statetree.integrations import RandomStates
 
 
@@ -37,8 +37,7 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
         self.checkpointer.async_save(checkpoint["global_step"], checkpoint, metadata={"path": str(path)})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        step = int(Path(path).name.removeprefix("step-"))
-        return self.checkpointer.restore(step=step, weights_only=weights_only is not False)
+        return self.checkpointer.restore(step=int(Path(path).name[5:]), weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Leave it to the checkpointer."""
@@ -54,6 +53,8 @@ class Callback(RandomStates, pytorch.Callback):
     _is_due, _seen = False, -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if type(trainer.strategy).save_checkpoint is not pytorch.strategies.Strategy.save_checkpoint:
+            raise CheckpointError("Callback: expected one device or DDP, got a strategy that writes files of its own.")
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import statetree
 
 ROOT = Path(__file__).parents[2]
 RUNS = [
@@ -97,10 +100,13 @@ def test_callbacks_whose_state_is_not_saved_are_named(tmp_path):
         main(tmp_path, Counting())
 
 
-@pytest.mark.skipif(
+needs_lightning = pytest.mark.skipif(
     find_spec("lightning") is None or find_spec("torchdata") is None,
     reason="needs lightning and torchdata: make integration installs them",
 )
+
+
+@needs_lightning
 @pytest.mark.filterwarnings("default")
 def test_an_epoch_within_which_nothing_can_be_saved_gives_a_warning(tmp_path):
     from tests.integrations.run_lightning import main
@@ -108,3 +114,15 @@ def test_an_epoch_within_which_nothing_can_be_saved_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="save: nothing is saved before the run ends: an epoch is one step"):
         main(tmp_path, 3, accumulate_grad_batches=5)
     assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-00000003"]
+
+
+@needs_lightning
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_strategies_that_never_ask_the_plugin_are_refused(name):
+    from lightning.pytorch import strategies
+
+    from statetree.integrations.lightning import Callback
+
+    trainer = SimpleNamespace(strategy=getattr(strategies, name)(), callbacks=[])
+    with pytest.raises(statetree.CheckpointError, match="got a strategy that writes files of its own"):
+        Callback().setup(trainer, None, "fit")
