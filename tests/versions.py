@@ -56,7 +56,8 @@ def environment(version: str, folder: Path, python: str) -> Path:
         subprocess.run([python, "-m", "venv", place], check=True)
         install = [interpreter, "-m", "pip", "install", "-qq", "--no-cache-dir", "-c", constraints]
         subprocess.run([*install, "--upgrade", "pip"], check=True)
-        subprocess.run([*install, f"torch=={version}", "optree", "--group", "test"], check=True, cwd=ROOT)
+        groups = ["--group", "test", "--group", "demo"]
+        subprocess.run([*install, f"torch=={version}", "optree", *groups], check=True, cwd=ROOT)
         subprocess.run([*install, "--no-deps", *WITHOUT_DEPENDENCIES, "--editable", ROOT], check=True)
     return interpreter
 
