@@ -27,7 +27,7 @@ from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.exchange.plan import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
-from statetree.leaves.builtin import is_plain
+from statetree.leaves.builtin import IN_A_FILE, is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
@@ -86,6 +86,11 @@ class LikeDestination(Destination):
         super().__init__(
             source, [leaf if keeps is None else made for leaf, keeps, made in zip(leaves, held, fresh, strict=True)]
         )
+        if options.in_place:
+            stored = [
+                (index, "a tensor to move", IN_A_FILE) for index in matched if like.is_stored(self._partners[index])
+            ]
+            self._refuse("writability", stored, "Load what shall be written.")
         self._chunks = {index: self._chunks_of(index) for index in moving if self._partners[index] in like.chunks}
         #: This rank's tensors that elements are put into.
         self._pieces = {

@@ -85,6 +85,7 @@ class Manifest:
     ) -> None:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.unread: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.stored: dict[int, torch.Tensor] = {}
         if any(map(may_be_deferred, set(map(type, leaves)))):
             leaves = [self._materialized(leaf, unread=unread) for leaf in leaves]
         self.verb = verb
@@ -96,10 +97,17 @@ class Manifest:
 
     def _materialized(self, leaf: Any, *, unread: bool) -> Any:
         if not (unread and is_stored(leaf) and leaf.is_made):
-            return materialized(leaf)
+            tensor = materialized(leaf)
+            if is_stored(leaf):
+                self.stored[id(tensor)] = tensor
+            return tensor
         found = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         self.unread[id(found)] = found, leaf
         return found
+
+    def is_stored(self, index: int) -> bool:
+        """Whether a leaf was read from a file, so that nothing can be written to it."""
+        return id(self.leaves[index]) in self.stored
 
     def read(self, index: int) -> None:
         """Read the elements of a leaf, if they are not."""
@@ -198,7 +206,7 @@ class Manifest:
         found = cls.__new__(cls)
         found.received = received
         found.verb, found.complete, found.written, found.replicas, found.unread = verb, False, False, None, {}
-        found.outline, found.recipes, found.outer, found.texts = outline, {}, [], {}
+        found.outline, found.recipes, found.outer, found.texts, found.stored = outline, {}, [], {}, {}
         found.replace(spec, leaves, chunks)
         return found
 

@@ -22,7 +22,7 @@ from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
-from statetree.leaves.builtin import is_distributed, is_value, materialized
+from statetree.leaves.builtin import IN_A_FILE, is_distributed, is_stored, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.location import located_error
@@ -224,7 +224,8 @@ class _Filled:
         """Match the trees, and take the memory that is filled."""
         flat = partial(flatten_for, "load", is_leaf=is_entry)
         outer, spec = flat(self._like)
-        self._lowered = lowered = lower("load", list(map(materialized, outer)), spec, flat, wanted=is_made_of_tensors)
+        read = list(map(materialized, outer))
+        self._lowered = lowered = lower("load", read, spec, flat, wanted=is_made_of_tensors)
         self._paths = lowered.spec.paths()
         chosen = None
         if self._options.where is not None:
@@ -234,6 +235,10 @@ class _Filled:
         stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)
+        unwritable = {id(tensor) for leaf, tensor in zip(outer, read, strict=True) if is_stored(leaf)}
+        if self._options.in_place:
+            within = [self._paths[i] for i in stored if id(lowered.leaves[i]) in unwritable]
+            refuse_all([Difference(path, "writability", "values to load", IN_A_FILE) for path in within])
         if self._options.through is None:
             owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
             found = _divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts)

@@ -100,6 +100,10 @@ def is_distributed(leaf: Any) -> bool:
     return leaf_type is not None and leaf_type.is_distributed(leaf)
 
 
+#: Why elements cannot be written to a leaf that is stored: it would hold what its file does not.
+IN_A_FILE: Final = "a tensor in a file"
+
+
 def is_stored(leaf: Any) -> bool:
     """Whether the elements of a leaf lie in a file, and are read when they are needed."""
     return type(leaf) in STAND_INS

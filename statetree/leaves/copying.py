@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import is_value, materialized
+from statetree.leaves.builtin import IN_A_FILE, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Unpacked, unpack
@@ -66,6 +66,7 @@ def _refusal(verb: str, differences: Sequence[Difference], pairing: LeafPairing)
         "Convert the source, or pass cast=True where no precision that matters is lost.": "dtype" in kinds,
         "Pass strict=False to copy what both trees have.": "missing" in kinds and not pairing.missing,
         RANGE_REMEDY: kinds <= {"range"},
+        "Load what shall be written, and save it afterwards.": any(found.right == IN_A_FILE for found in differences),
         "Use reshard to change a layout.": bool(kinds & {"placements", "mesh"}),
         "Use distribute to cut whole tensors into shards.": ("Tensor", "DTensor") in classes,
         "Use gather to make whole tensors of shards.": ("DTensor", "Tensor") in classes,
@@ -102,6 +103,9 @@ class _CopyJob:
 
     def _add_parts(self, general: list[int]) -> None:
         """Pair the tensors inside leaves that are no plain tensors."""
+        for index in general:
+            if is_stored(self.pairing.right[index]):
+                self._refuse(index, "writability", "a tensor to copy", IN_A_FILE)
         left, right = (
             unpack(
                 "copy_into", [materialized(leaves[index]) for index in general], lambda: list(map(self._path, general))

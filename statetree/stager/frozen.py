@@ -101,7 +101,7 @@ class FrozenStorages:
         leaves = captured.unpacked.leaves
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
-        mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
+        mask = selected(where, captured.spec, leaves, verb=verb)
         frozen = [mask[owner] for owner in captured.owners]
         keys = captured.columns.storage_keys
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}

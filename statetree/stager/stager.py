@@ -132,7 +132,7 @@ class Stager:
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
             OSError: If there is no shared memory, or no file descriptor, for another snapshot.
-            TreeMismatch: With ``check``, if a frozen leaf was written to.
+            TreeMismatch: If a glob of ``frozen`` matches nothing; with ``check``, if a frozen leaf was written to.
         """
         self._refuse_nested("stage")
         with self._lock:

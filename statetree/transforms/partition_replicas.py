@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -113,7 +114,8 @@ def _kept(
         chunks = manifest.chunks[canonical]
         held = (layouts[canonical],) if chunks.partials is None else chunks.partials[1]
         members.append(copies)
-        shares.append((_by_share(held), chunks.dtype.itemsize))
+        share = _by_share(held) if prod(chunks.shape) else whole_on((1,), range(group.size))  # no layout has it
+        shares.append((share, chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)
     kept = {index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)}
     for tied, owners in zip(members, owned, strict=True):

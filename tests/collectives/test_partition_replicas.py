@@ -149,3 +149,14 @@ def keep_jagged():
 def test_a_jagged_tensor_is_kept_by_one():
     first, second = run_ranks(2, keep_jagged)
     assert [a is not b for a, b in zip(first, second, strict=True)] == [True, True]
+
+
+def keep_empty():
+    everyone = tuple(range(dist.get_world_size()))
+    made = {kind: Layout((0, 3), everyone, (kind,)).build() for kind in ("R", "S0", "S1")}
+    return kept_by_rank({**made, "plain": torch.empty(0)})
+
+
+def test_what_is_empty_is_kept_by_one_as_well():
+    first, second = run_ranks(2, keep_empty)
+    assert [first[key] + second[key] for key in first] == [1] * 4

@@ -11,7 +11,7 @@ import torch
 from statetree.chunks.ranks import own_ranks
 from statetree.declare import phase
 from statetree.errors import Difference, TreeMismatch
-from statetree.leaves.builtin import facts
+from statetree.leaves.builtin import IN_A_FILE, facts
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.pairing import fact_differences, inner_differences
 from statetree.leaves.parts import unpack
@@ -355,8 +355,9 @@ def apply_delta(delta: Delta, tree: T) -> T:
     with phase("apply_delta.check"):
         for name, change in delta.tensors.items():
             part = state.tensors[name]
-            if part.piece.is_inference():
-                raise mismatch(verb, name, "a tensor that can be written", "an inference tensor")
+            if part.piece.is_inference() or state.manifest.is_stored(part.leaf):
+                got = "an inference tensor" if part.piece.is_inference() else IN_A_FILE
+                raise mismatch(verb, name, "a tensor that can be written", got)
             located = LocatedChange(verb, name, change, part)
             (found, brought), (before, after) = located.sums(), change.sums.cpu()
             if not brought.equal(after):

@@ -31,6 +31,12 @@ def test_what_is_frozen_is_copied_once():
         assert 0 <= stager.nbytes - (100 * 4 + 7 * 8) < 1000
 
 
+def test_a_glob_that_matches_nothing_is_refused():
+    stager = st.Stager(frozen=["base.**", "bsae.**"])
+    with pytest.raises(st.TreeMismatch, match=r"stage: .*bsae\.\*\*"):
+        stager.stage(state())
+
+
 def test_a_predicate_says_what_is_frozen():
     model = torch.nn.Linear(3, 3)
     model.weight.requires_grad_(False)
