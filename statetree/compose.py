@@ -212,6 +212,7 @@ def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prep
 
     Raises:
         TypeError: If the verb moves no elements, or in several steps.
+        UnsupportedLeaf: If a leaf is a copy that a ``Conversion`` made of plain tensors: it does not follow them.
         Exception: What the verb raises. On every rank, as there.
         RankMismatch: When elements are to move: if on some rank a tensor that was passed was resized, freed, or given
             other memory since. On every rank, before anything moves. (A model whose parameters are replaced does not

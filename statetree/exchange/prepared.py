@@ -12,11 +12,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from statetree.declare import renew_after_fork
-from statetree.errors import RankMismatch, StateTreeError
+from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint
 from statetree.exchange.executor import Action, Recorder
 from statetree.leaves.held_memory import HeldMemory
+from statetree.leaves.types.converted import is_copy
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
@@ -68,7 +69,14 @@ class Preparation:
 
     def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
         """Hold the memory of leaves, and have it looked at before elements move again."""
-        self.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
+        indices = list(indices)
+        for path in [spec.paths()[index] for index in indices if is_copy(leaves[index])]:
+            msg = (
+                f"prepare: the leaf at {path or '<root>'} is a copy that a conversion made of plain tensors, and does "
+                "not follow them: expected a view. Convert after every step, and call the verb without prepare."
+            )
+            raise UnsupportedLeaf(msg, path)
+        self.held.append(HeldMemory(spec, leaves, indices, opaque=opaque))
 
     def conclude(self, call: Call) -> None:
         """Wait until all ranks have prepared everything."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor,
 
 import statetree as st
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import sent_by
+from tests.collectives.checks import attempt, sent_by
 from tests.collectives.test_stored import counted
 
 RULES = [
@@ -439,3 +439,38 @@ def convert_empty():
 
 def test_blocks_without_elements_are_converted():
     run_ranks(2, convert_empty)
+
+
+QK_RULE = (["q", "k"], "qk", "a m, b m -> (a + b) m")
+TO_QK = st.Conversion([QK_RULE, ("w", "v")])
+
+
+def prepare_fused(alike):
+    """Prepare a tensor made of two plain ones, which lie side by side on the first rank, or on none."""
+    base = torch.arange(18.0).view(6, 3)
+    state = {"q": base[:4], "k": base[4:], "w": torch.ones(2)}
+    if alike or dist.get_rank():
+        state["k"] = state["k"].clone()
+    engine, renamed = {"qk": torch.zeros(6, 3), "v": torch.zeros(2)}, st.Conversion([("qk", "x"), ("v", "v")])
+    calls = [
+        lambda: st.prepare(st.reshard, TO_QK(state), engine, in_place=True),
+        lambda: st.prepare(st.reshard, renamed(TO_QK(state)), {"x": engine["qk"], "v": engine["v"]}),
+    ]
+    return [attempt(call) for call in calls], st.reshard(TO_QK(state), engine)["qk"].tolist()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_copy_that_a_conversion_made_of_plain_tensors_is_not_prepared(alike):
+    found = run_ranks(2, prepare_fused, alike)
+    for errors, resharded in found:
+        assert ["is a copy that a conversion made" in str(error) for error in errors] == [True, True], errors
+        assert resharded == torch.arange(18.0).view(6, 3).tolist()
+
+
+def test_views_that_a_conversion_made_of_plain_tensors_are_prepared():
+    base, engine = torch.arange(18.0).view(6, 3), {"qk": torch.zeros(6, 3)}
+    converted = st.Conversion([QK_RULE])({"q": base[:4], "k": base[4:]})
+    with st.prepare(st.reshard, converted, engine, in_place=True) as sync:
+        for _ in range(2):
+            base.add_(1)
+            assert sync()["qk"].tolist() == base.tolist()
