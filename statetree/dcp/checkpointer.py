@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, RunningSave, background_of, start
-from statetree.dcp.events import Event, local_bytes, tell
+from statetree.dcp.events import Event, is_told, local_bytes, tell
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.groups import check_same, is_first, ranks_of
 from statetree.dcp.mirror import MirroredSeries
@@ -224,7 +224,7 @@ class Checkpointer(Schedule):
                 with phase("checkpointer.stage"):
                     staged = self._stager.stage(StatefulTree("async_save", state).state)
                 ended = time.monotonic()
-                nbytes = 0 if self._on_event is None else local_bytes(staged)
+                nbytes = local_bytes(staged) if is_told(self._on_event) else 0
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
                 return staged
 

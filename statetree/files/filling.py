@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import torch
 
 from statetree.chunks.local import location_of
-from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 from statetree.files.stored import OutOfRange
 from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
@@ -44,6 +44,8 @@ class Target(NamedTuple):
             self.stored.read_into(self.box.start, tensor)
         except OutOfRange as error:  # nothing is wrong with the checkpoint
             raise TreeMismatch.between(verb, [Difference(self.path, "range", *error.found)], _RANGE_REMEDY) from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{verb}: the leaf at {self.path or '<root>'} cannot be read: {error}") from error
 
     def fresh(self, verb: str) -> torch.Tensor:
         """Read the elements into fresh memory."""
