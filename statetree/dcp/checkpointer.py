@@ -285,8 +285,9 @@ class Checkpointer(Schedule):
             The tree.
 
         Raises:
-            CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
-                another process removed the given step meanwhile. (Without a step, the latest one is searched again.)
+            CheckpointError: If there is none, it cannot be read, or an earlier save in the background failed; if a
+                mirror cannot be reached, and no step is given that is here; or if another process removed that step
+                meanwhile. (Without a step, the latest one is searched again.)
             TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
@@ -321,17 +322,14 @@ class Checkpointer(Schedule):
         return next((found.step for found in self._series.best(self._series.complete(), 1)[0]), None)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored.
-
-        This and all that asks for the latest or best raises ``CheckpointError`` while a mirror cannot be reached.
-        """
+        """Return the steps of the complete checkpoints, rising; raise while a mirror cannot be reached."""
         return [checkpoint.step for checkpoint in self._series.complete()]
 
     def path(self, step: SupportsIndex | None = None) -> Path:
         """Return the directory of a complete checkpoint, by default the latest.
 
         Raises:
-            CheckpointError: If there is none.
+            CheckpointError: If there is none, or a mirror cannot be reached.
         """
         return self._series.path(self._series.find("path", None if step is None else as_int(step)))
 
@@ -339,7 +337,7 @@ class Checkpointer(Schedule):
         """Return the metadata that a complete checkpoint was saved with, by default the latest.
 
         Raises:
-            CheckpointError: If there is none, or its manifest is damaged.
+            CheckpointError: If there is none, its manifest is damaged, or a mirror cannot be reached.
         """
         manifest = read_manifest(self.path(step))
         return {} if manifest is None else dict(manifest.about)

@@ -6,8 +6,9 @@ make each rank go on alone.
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
-from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -39,11 +40,11 @@ def is_alive(group: Any) -> bool:
         return False
 
 
-#: Private parts of torch, tried with 2.11.0, 2.13.0 and 2.15.0, here and in ``_counting``.
-_name_for: Any = distributed_c10d._hash_ranks_to_str  # noqa: SLF001
+#: Private parts of torch, tried with 2.11.0, 2.13.0 and 2.15.0, here and in ``_named``.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # noqa: SLF001
-#: So many more than any process makes groups that a name with this number is nobody else's.
-_BEYOND: Final = 1 << 62
+_SORTS: Final = "sort_ranks" not in signature(dist.new_group).parameters
+#: The number of the next group, greater than that of any group that this process has been in.
+_next = [0]
 
 
 def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c10d.default_pg_timeout) -> Any:
@@ -52,35 +53,34 @@ def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c
     Making it takes at most a time. In use, it waits as long as others do.
     """
     ranks = [dist.get_rank()] if parent is None else dist.get_process_group_ranks(parent)
-    groups = distributed_c10d._world.pg_names  # noqa: SLF001
-    number = max(from_all(len(groups), parent))
-    while not all(from_all(_counting(number, lambda: _name_for(ranks) not in groups.values()), parent)):
-        number += 1
-    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts all
-    make = partial(dist.new_group, ranks, limit, "gloo", use_local_synchronization=True, **unsorted)
-    group = _counting(number, make)
+    number = max(from_all(_next[0], parent))
+    _next[0] = number + 1
+    order: dict[str, Any] = {} if _SORTS else {"sort_ranks": False}
+    with _named(f"statetree.{'.'.join(map(str, ranks))}.{number}"):
+        group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, **order)
     _set_timeout(distributed_c10d.default_pg_timeout, group)
     return group
 
 
-def _counting(number: int, call: Callable[[], T]) -> T:
-    """Call something that makes a group while torch counts as many groups on this rank as on others.
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have torch give a name to the group that this thread makes.
 
     Torch names a group that only its ranks make after these and a number: that of the groups which this process is in,
-    and since 2.15 a count of all that it has made. Where ranks have been in different groups, each would wait for the
-    others under another name. The count is put back, because torch names what all ranks make after it, and those
-    outside of this group do not count it.
+    and since 2.15 a count of all that it has made, which also names groups that all ranks make. Where ranks have been
+    in different groups, these differ: each waits for the others under another name, now or in a later group.
     """
-    world: Any = distributed_c10d._world  # noqa: SLF001
-    count, others = world.group_count, [object() for _ in range(number - len(world.pg_names))]
+    thread, original = threading.get_ident(), distributed_c10d._process_group_name  # noqa: SLF001
+
+    def given(*args: Any, **options: Any) -> Any:
+        return name if threading.get_ident() == thread else original(*args, **options)
+
+    distributed_c10d._process_group_name = given  # noqa: SLF001
     try:
-        world.group_count = _BEYOND + number
-        world.pg_names.update(dict.fromkeys(others, ""))
-        return call()
+        yield
     finally:
-        world.group_count = count
-        for other in others:
-            world.pg_names.pop(other, None)
+        if distributed_c10d._process_group_name is given:  # noqa: SLF001
+            distributed_c10d._process_group_name = original  # noqa: SLF001
 
 
 def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:

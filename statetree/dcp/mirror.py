@@ -71,9 +71,9 @@ class MirroredSeries(Series):
             there, unknown = self._mirrored()
         except OSError as error:
             raise CheckpointError(
-                f"Checkpointer: the mirror {self.url} may have later steps than {self.directory}, which has "
-                f"{steps_of(near)}: expected it to answer, got: {str(error).rstrip('.')}. Try again. For what is here, "
-                "pass the step, or make a Checkpointer without mirror."
+                f"Checkpointer: the mirror {self.url} cannot be reached: expected it to answer, got: "
+                f"{str(error).rstrip('.')}. It may have later steps than {self.directory}, which has {steps_of(near)}. "
+                "Try again. What is here can be restored by its step, or without the mirror."
             ) from error
         known = {found.step for found in near} | there.keys()
         # What cannot be looked at now is listed if it is the newest: else an older one would pass for that.
@@ -85,7 +85,7 @@ class MirroredSeries(Series):
         try:
             return self.complete()
         except CheckpointError as error:
-            _log.warning("%s", error)
+            _log.warning("the mirror %s cannot be reached: %s", self.url, error.__cause__)
             return self.local()
 
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:

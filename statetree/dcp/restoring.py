@@ -104,7 +104,10 @@ class Restoration:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
         if self.found in [*self._series.all(), self._copy]:
             return None
-        complete = self._series.complete()
+        try:
+            complete = self._series.complete()
+        except CheckpointError:  # the mirror cannot be asked: what went wrong is told
+            return None
         if self.found in complete:
             return None
         if self._step is None or any(found.step == self._step for found in complete):
@@ -117,7 +120,8 @@ class Restoration:
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
-        for older in reversed(self._series.at_hand()):
+        is_here = self.found in self._series.all()
+        for older in reversed(self._series.at_hand() if is_here else self._series.complete()):
             if older.step < self.found.step:
                 try:
                     opened(self._series.path(older)).check()

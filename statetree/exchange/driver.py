@@ -264,7 +264,8 @@ class Exchange(Call):
         self.executor.with_each(target.written_again)
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
-            self.hold(source.spec, source.leaves, target.read())
+            if self._preparation is not None:
+                self._preparation.read(source.spec, source.leaves, target.read())
             self._hold_divided(source)
         for manifest in target.manifests:
             self._hold_divided(manifest)

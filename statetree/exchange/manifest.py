@@ -98,7 +98,7 @@ class Manifest:
     def _materialized(self, leaf: Any, *, unread: bool) -> Any:
         if not (unread and is_stored(leaf) and leaf.is_made):
             tensor = materialized(leaf)
-            if is_stored(leaf):
+            if is_stored(leaf) and tensor.numel():
                 self.stored[id(tensor)] = tensor
             return tensor
         found = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")

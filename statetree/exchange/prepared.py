@@ -69,14 +69,20 @@ class Preparation:
 
     def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
         """Hold the memory of leaves, and have it looked at before elements move again."""
+        self.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
+
+    def read(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int]) -> None:
+        """Hold the memory of leaves whose elements are read. Raise ``UnsupportedLeaf`` for one that would be stale."""
         indices = list(indices)
-        for path in [spec.paths()[index] for index in indices if is_copy(leaves[index])]:
+        stale = next((index for index in indices if is_copy(leaves[index])), None)
+        if stale is not None:
+            path = spec.paths()[stale]
             msg = (
                 f"prepare: the leaf at {path or '<root>'} is a copy that a conversion made of plain tensors, and does "
                 "not follow them: expected a view. Convert after every step, and call the verb without prepare."
             )
             raise UnsupportedLeaf(msg, path)
-        self.held.append(HeldMemory(spec, leaves, indices, opaque=opaque))
+        self.hold(spec, leaves, indices)
 
     def conclude(self, call: Call) -> None:
         """Wait until all ranks have prepared everything."""

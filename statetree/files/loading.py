@@ -235,10 +235,13 @@ class _Filled:
         stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)
-        unwritable = {id(tensor) for leaf, tensor in zip(outer, read, strict=True) if is_stored(leaf)}
+        unwritable = {
+            id(tensor) for leaf, tensor in zip(outer, read, strict=True) if is_stored(leaf) and tensor.numel()
+        }
         if self._options.in_place:
             within = [self._paths[i] for i in stored if id(lowered.leaves[i]) in unwritable]
-            refuse_all([Difference(path, "writability", "values to load", IN_A_FILE) for path in within])
+            found = [Difference(path, "writability", "values to load", IN_A_FILE) for path in within]
+            refuse_all(found, "Nothing was read. Load without in_place, or pass tensors.")
         if self._options.through is None:
             owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
             found = _divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts)

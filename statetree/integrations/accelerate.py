@@ -33,13 +33,16 @@ class Registered:
     def __init__(self, directory: Any, state: Any, **options: Any) -> None:
         self.checkpointer = Checkpointer(directory, **options)
         self.state = state
+        self._step: int | None = None  # the last one
 
     def state_dict(self) -> dict[str, Any]:
         """Save the state as the next step, and return its number."""
-        latest = self.checkpointer.latest_step()
-        step = 0 if latest is None else latest + 1
-        self.checkpointer.save(step, self.state)
-        return {"statetree": self.checkpointer.directory.name, "step": step}
+        if self._step is None:  # later a mirror need not answer
+            latest = self.checkpointer.latest_step()
+            self._step = -1 if latest is None else latest
+        self._step += 1
+        self.checkpointer.save(self._step, self.state)
+        return {"statetree": self.checkpointer.directory.name, "step": self._step}
 
     def latest(self, directory: Any) -> Path | None:
         """Return the newest folder in a directory that ``save_state`` wrote to the end, if there is one."""

@@ -23,8 +23,7 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
     @property
     def checkpointer(self) -> Checkpointer:  # of this process alone: made when the process groups are
         if self._made is None:
-            if has_process_group():
-                self._options["process_group"] = new_gloo_group(None)
+            self._options["process_group"] = new_gloo_group(None) if has_process_group() else None
             self._made = Checkpointer(self._directory, **self._options)
         return self._made
 
@@ -37,7 +36,8 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
         self.checkpointer.async_save(checkpoint["global_step"], checkpoint, metadata={"path": str(path)})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        return self.checkpointer.restore(step=int(Path(path).name[5:]), weights_only=weights_only is not False)
+        step = int(Path(path).name.removeprefix("step-"))
+        return self.checkpointer.restore(step=step, weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Leave it to the checkpointer."""
@@ -53,8 +53,8 @@ class Callback(RandomStates, pytorch.Callback):
     _is_due, _seen = False, -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if type(trainer.strategy).save_checkpoint is not pytorch.strategies.Strategy.save_checkpoint:
-            raise CheckpointError("Callback: expected one device or DDP, got a strategy that writes files of its own.")
+        if (name := type(trainer.strategy).__name__) in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+            raise CheckpointError(f"Callback: {name} writes files of its own: expected DDP. Save with a Checkpointer.")
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -104,7 +104,8 @@ class _CopyJob:
     def _add_parts(self, general: list[int]) -> None:
         """Pair the tensors inside leaves that are no plain tensors."""
         for index in general:
-            if is_stored(self.pairing.right[index]):
+            held = self.pairing.right[index]
+            if is_stored(held) and held is not self.pairing.left[index] and 0 not in held.shape:
                 self._refuse(index, "writability", "a tensor to copy", IN_A_FILE)
         left, right = (
             unpack(

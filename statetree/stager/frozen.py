@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from statetree.errors import TreeMismatch
+from statetree.errors import TreeMismatch, warn
 from statetree.leaves.builtin import is_value
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
@@ -69,7 +69,7 @@ class FrozenStorages:
     """The storages of frozen leaves, and their copies; with ``check``, both are compared at every stage."""
 
     def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
-        self._where, self._memory, self._check = where, memory, check
+        self._where, self._memory, self._check, self._has_warned = where, memory, check, False
         self.start_empty()
 
     def start_empty(self) -> None:
@@ -101,7 +101,13 @@ class FrozenStorages:
         leaves = captured.unpacked.leaves
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
-        mask = selected(where, captured.spec, leaves, verb=verb)
+        try:
+            mask = selected(where, captured.spec, leaves, verb=verb)
+        except TreeMismatch as error:  # a later state, or that of another rank, may have it
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"{error} (All of it is copied.)")
+            mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
         frozen = [mask[owner] for owner in captured.owners]
         keys = captured.columns.storage_keys
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}

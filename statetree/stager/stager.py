@@ -59,7 +59,8 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only. Their
+        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only. (A glob
+            that matches nothing gives a warning.) Their
             storages, if no other leaf lies on them, are copied once. Freeing such memory and allocating it again
             (``resize_``, as some wrappers of models do) is a write that is not noticed: call ``thaw`` after it.
         check: Compare frozen storages with their copies at every stage, and raise if one was written.
@@ -132,7 +133,7 @@ class Stager:
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
             OSError: If there is no shared memory, or no file descriptor, for another snapshot.
-            TreeMismatch: If a glob of ``frozen`` matches nothing; with ``check``, if a frozen leaf was written to.
+            TreeMismatch: With ``check``, if a frozen leaf was written to.
         """
         self._refuse_nested("stage")
         with self._lock:

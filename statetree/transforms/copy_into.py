@@ -60,11 +60,11 @@ def copy_into(
     Raises:
         TreeMismatch: If structure, leaf types, shapes, dtypes, layouts, meshes or placements differ (it names every
             place), if a glob matches nothing in either tree, if a tensor of ``dst`` cannot be written (it overlaps
-            itself and its source does not do so alike, it is an inference tensor, or has no memory), if tensors of
-            ``dst`` overlap otherwise than those of ``src`` do (the same view twice may receive equal values), if an
-            opaque object shares memory with a tensor that is copied and the tensor of ``dst`` has no such view (its
-            dtype or strides differ), or if a value is too large for the dtype that it is converted to. Nothing is
-            written then.
+            itself and its source does not do so alike, it is an inference tensor, lies in a file, or has no memory), if
+            tensors of ``dst`` overlap otherwise than those of ``src`` do (the same view twice may receive equal
+            values), if an opaque object shares memory with a tensor that is copied and the tensor of ``dst`` has no
+            such view (its dtype or strides differ), or if a value is too large for the dtype that it is converted to.
+            Nothing is written then.
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group, Timeout
     from statetree.exchange.manifest import Manifest
 
@@ -114,7 +115,7 @@ def _kept(
         chunks = manifest.chunks[canonical]
         held = (layouts[canonical],) if chunks.partials is None else chunks.partials[1]
         members.append(copies)
-        share = _by_share(held) if prod(chunks.shape) else whole_on((1,), range(group.size))  # no layout has it
+        share = _by_share(held) if prod(chunks.shape) else whole_on((1,), _ranks_of(chunks, group))
         shares.append((share, chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)
     kept = {index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)}
@@ -122,6 +123,12 @@ def _kept(
         if bool((owners == group.rank).any()):
             kept.update(tied)
     return kept
+
+
+def _ranks_of(chunks: LocalChunks, group: Group) -> Sequence[int]:
+    """Return the ranks that hold something empty, which no layout has."""
+    meshed = () if chunks.mesh is None else chunks.mesh.ranks
+    return [rank for rank, number in enumerate(group.global_ranks) if number in meshed] or range(group.size)
 
 
 @lru_cache(maxsize=1024)

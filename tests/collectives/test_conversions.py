@@ -467,6 +467,27 @@ def test_a_copy_that_a_conversion_made_of_plain_tensors_is_not_prepared(alike):
         assert resharded == torch.arange(18.0).view(6, 3).tolist()
 
 
+def test_copies_whose_parts_are_gone_and_that_are_written_to_are_prepared():
+    parts = {"q": torch.ones(4, 3), "k": torch.ones(2, 3)}
+    engine, conversion = {"qk": torch.zeros(6, 3)}, st.Conversion([QK_RULE])
+    place = conversion(parts)
+    with st.prepare(st.reshard, {"qk": torch.full((6, 3), 2.0)}, place, in_place=True) as fill:
+        assert fill()["qk"].sum() == 36
+    with pytest.raises(st.UnsupportedLeaf, match="is a copy that a conversion made"):
+        st.prepare(st.reshard, place, engine, in_place=True)
+    parts.clear()
+    with st.prepare(st.reshard, place, engine, in_place=True) as sync:
+        place["qk"].add_(1)
+        assert sync()["qk"].sum() == 54
+
+
+def test_weights_that_a_model_took_over_are_prepared():
+    model, parts = torch.nn.Linear(3, 6, bias=False), {"q": torch.ones(4, 3), "k": torch.ones(2, 3)}
+    model.load_state_dict(st.Conversion([(["q", "k"], "weight", "a m, b m -> (a + b) m")])(parts), assign=True)
+    with st.prepare(st.reshard, model.state_dict(), {"weight": torch.zeros(6, 3)}, in_place=True) as sync:
+        assert sync()["weight"].sum() == 18
+
+
 def test_views_that_a_conversion_made_of_plain_tensors_are_prepared():
     base, engine = torch.arange(18.0).view(6, 3), {"qk": torch.zeros(6, 3)}
     converted = st.Conversion([QK_RULE])({"q": base[:4], "k": base[4:]})

@@ -324,11 +324,35 @@ def test_no_older_step_passes_for_the_latest_of_a_mirror_that_cannot_be_reached(
         there = "steps: 1" if has_some else "steps: none"
         asked = (other.restore, other.steps, other.latest_step, other.best_step, other.path, other.metadata)
         for ask in (*asked, lambda: other.restore(step=2)):
-            with pytest.raises(st.CheckpointError, match=f"memory:///far may have later .*{there}: .* 104 Connection"):
+            with pytest.raises(
+                st.CheckpointError, match=f"memory:///far cannot be reached: .* 104 Connection.*has {there}"
+            ):
                 ask()
         other.save(4, state(4))
         for step in [1, 4] if has_some else [4]:
             assert_trees_equal(other.restore(step=step, fallback=True), state(step))
+
+
+@pytest.mark.usefixtures("three")
+def test_what_went_wrong_is_told_if_the_mirror_cannot_be_asked_about_it(tmp_path, far, listing_fails, monkeypatch):
+    Checkpointer(tmp_path).save(1, state(1))
+    original = far.cat_file
+
+    def fails(path, *args, **options):
+        if path.endswith(".distcp"):
+            listing_fails()
+            raise OSError("500 Internal Server Error")
+        return original(path, *args, **options)
+
+    with Checkpointer(tmp_path, mirror="memory://far") as other:
+        monkeypatch.setattr(far, "cat_file", fails)
+        with pytest.raises(st.CheckpointError, match="memory:///far cannot be reached") as error:
+            other.restore(fallback=True)
+    told, cause = [], error.value
+    while cause is not None:
+        told.append(str(cause))
+        cause = cause.__context__
+    assert any("500 Internal Server Error" in text for text in told)
 
 
 @pytest.mark.usefixtures("three")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, view_over
 from statetree.chunks.boxes import Box
@@ -15,7 +16,6 @@ from statetree.chunks.layouts import add_interval
 from statetree.chunks.local import LocalChunks, MadePieces, location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType, LeafPart
-from statetree.leaves.types.special import special_layout
 from statetree.leaves.types.tensor import set_attributes
 from statetree.torch_internals import copy_each, storage_key
 
@@ -162,27 +162,19 @@ def assembled(shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, torch.Tens
     return made
 
 
-#: The storages of copies that conversions made of plain tensors, by their keys, which stay theirs while they are known.
-_COPIES: Final[dict[int, StorageWeakRef]] = {}
+#: Copies that conversions made of plain tensors, with the storages of these.
+_COPIES: Final = WeakTensorKeyDictionary()
 
 
-def note_copy(tensor: torch.Tensor) -> None:
+def note_copy(copy: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     """Remember that a tensor is a copy of what plain tensors held when they were converted."""
-    storage = tensor.untyped_storage()
-    _COPIES[storage_key(storage)] = StorageWeakRef(storage)
-
-
-def forget_copies() -> None:
-    """Forget those that are gone."""
-    for key, found in list(_COPIES.items()):
-        if found.expired():
-            _COPIES.pop(key, None)
+    _COPIES[copy] = [StorageWeakRef(source.untyped_storage()) for source in sources]
 
 
 def is_copy(leaf: Any) -> bool:
-    """Whether a leaf lies on such a copy, so that it does not follow what it was converted from."""
-    is_plain = bool(_COPIES) and type(leaf) in (torch.Tensor, torch.nn.Parameter) and special_layout(leaf) is None
-    return is_plain and storage_key(leaf.untyped_storage()) in _COPIES
+    """Whether a leaf is such a copy of tensors that are still there, and may hold something else by now."""
+    sources = _COPIES.get(leaf, ()) if isinstance(leaf, torch.Tensor) else ()
+    return not all(source.expired() for source in sources)
 
 
 class JoinedPart(LeafPart):

@@ -16,7 +16,7 @@ from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
-from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled, forget_copies, note_copy
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled, is_copy, note_copy
 from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
@@ -158,7 +158,6 @@ class LeafMaker:
 
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
         """Return the leaves."""
-        forget_copies()
         made: dict[Any, Any] = {}
         numbers: dict[Any, int] = {}  # of copies, which are as long as their blocks are many
         result = []
@@ -204,10 +203,11 @@ class LeafMaker:
         if key not in self._copies:
             self._copies[key] = assembled(shape, blocks)
         fresh = self._copies[key].detach()
-        is_copy = fresh.numel() and storage_key(fresh.untyped_storage()) != storage_key(blocks[0][1].untyped_storage())
-        if is_copy:
-            note_copy(fresh)
-        return self._identified(plan, fresh), key if is_copy else None
+        is_fresh = fresh.numel() and storage_key(fresh.untyped_storage()) != storage_key(blocks[0][1].untyped_storage())
+        made = self._identified(plan, fresh)
+        if is_fresh or any(is_copy(self._leaves[leaf]) for leaf in plan.sources):
+            note_copy(made, [*sources.values()])
+        return made, key if is_fresh else None
 
     def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made of distributed ones: these themselves, if it was made of one before."""

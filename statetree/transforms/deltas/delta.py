@@ -355,9 +355,11 @@ def apply_delta(delta: Delta, tree: T) -> T:
     with phase("apply_delta.check"):
         for name, change in delta.tensors.items():
             part = state.tensors[name]
-            if part.piece.is_inference() or state.manifest.is_stored(part.leaf):
-                got = "an inference tensor" if part.piece.is_inference() else IN_A_FILE
-                raise mismatch(verb, name, "a tensor that can be written", got)
+            if state.manifest.is_stored(part.leaf):
+                found = [Difference(state.paths()[part.leaf], "writability", "what changed", IN_A_FILE)]
+                raise TreeMismatch.between(verb, found, "Nothing was written. Load what shall be written.")
+            if part.piece.is_inference():
+                raise mismatch(verb, name, "a tensor that can be written", "an inference tensor")
             located = LocatedChange(verb, name, change, part)
             (found, brought), (before, after) = located.sums(), change.sums.cpu()
             if not brought.equal(after):

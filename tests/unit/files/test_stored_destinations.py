@@ -36,3 +36,4 @@ def test_what_nothing_is_written_to_may_lie_in_a_file(tmp_path):
     assert copied["n"] is tree["n"]
     assert copied["w"].tolist() == [1.0] * 4
     assert st.reshard({"w": torch.ones(4), "n": torch.ones(2)}, tree)["w"].tolist() == [1.0] * 4
+    assert st.copy_into({"w": torch.ones(4), "n": tree["n"]}, {"w": torch.zeros(4), "n": tree["n"]})["w"].sum() == 4
