@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from hashlib import blake2b
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -56,7 +57,8 @@ def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c
     number = max(from_all(_next[0], parent))
     _next[0] = number + 1
     order: dict[str, Any] = {} if _SORTS else {"sort_ranks": False}
-    with _named(f"statetree.{'.'.join(map(str, ranks))}.{number}"):
+    name = blake2b(f"{ranks} {number}".encode(), digest_size=16).hexdigest()  # the ranks may be thousands
+    with _named(f"statetree.{name}"):
         group = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, **order)
     _set_timeout(distributed_c10d.default_pg_timeout, group)
     return group
