@@ -55,7 +55,7 @@ def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c
     """
     ranks = [dist.get_rank()] if parent is None else dist.get_process_group_ranks(parent)
     number = max(from_all(_next[0], parent))
-    _next[0] = number + 1
+    _next[0] = max(_next[0], number + 1)
     order: dict[str, Any] = {} if _SORTS else {"sort_ranks": False}
     name = blake2b(f"{ranks} {number}".encode(), digest_size=16).hexdigest()  # the ranks may be thousands
     with _named(f"statetree.{name}"):
@@ -73,14 +73,16 @@ def _named(name: str) -> Iterator[None]:
     in different groups, these differ: each waits for the others under another name, now or in a later group.
     """
     thread, original = threading.get_ident(), distributed_c10d._process_group_name  # noqa: SLF001
+    names = [name]  # none, once it is made: another thread may have come between
 
     def given(*args: Any, **options: Any) -> Any:
-        return name if threading.get_ident() == thread else original(*args, **options)
+        return names[0] if names and threading.get_ident() == thread else original(*args, **options)
 
     distributed_c10d._process_group_name = given  # noqa: SLF001
     try:
         yield
     finally:
+        names.clear()
         if distributed_c10d._process_group_name is given:  # noqa: SLF001
             distributed_c10d._process_group_name = original  # noqa: SLF001
 

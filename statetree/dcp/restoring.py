@@ -55,7 +55,10 @@ class Restoration:
                 if copy is not None:
                     self.found = self._copy = copy
                     continue
-                older = self._by_first(self._older)
+                try:
+                    older = self._by_first(self._older)
+                except CheckpointError as outage:  # nobody knows which is the newest older one
+                    raise damaged[0] from outage
                 if older is None:
                     raise damaged[0] from damaged[0].__cause__
                 if not fallback:
@@ -120,7 +123,7 @@ class Restoration:
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
-        is_here = self.found in self._series.all()
+        is_here = self.found in [*self._series.all(), self._copy]
         for older in reversed(self._series.at_hand() if is_here else self._series.complete()):
             if older.step < self.found.step:
                 try:

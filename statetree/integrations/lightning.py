@@ -53,8 +53,8 @@ class Callback(RandomStates, pytorch.Callback):
     _is_due, _seen = False, -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if (name := type(trainer.strategy).__name__) in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
-            raise CheckpointError(f"Callback: {name} writes files of its own: expected DDP. Save with a Checkpointer.")
+        if type(trainer.strategy).load_checkpoint is not pytorch.strategies.Strategy.load_checkpoint:  # nor saves
+            raise CheckpointError(f"Callback: {type(trainer.strategy).__name__} has files of its own: expected DDP.")
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

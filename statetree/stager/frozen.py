@@ -102,11 +102,10 @@ class FrozenStorages:
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
         try:
-            mask = selected(where, captured.spec, leaves, verb=verb)
+            mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=self._has_warned or None)
         except TreeMismatch as error:  # a later state, or that of another rank, may have it
-            if not self._has_warned:
-                self._has_warned = True
-                warn(f"{error} (All of it is copied.)")
+            self._has_warned = True
+            warn(f"{error} (What it was meant for is copied.)")
             mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
         frozen = [mask[owner] for owner in captured.owners]
         keys = captured.columns.storage_keys

@@ -115,8 +115,10 @@ def _kept(
         chunks = manifest.chunks[canonical]
         held = (layouts[canonical],) if chunks.partials is None else chunks.partials[1]
         members.append(copies)
-        share = _by_share(held) if prod(chunks.shape) else whole_on((1,), _ranks_of(chunks, group))
-        shares.append((share, chunks.dtype.itemsize))
+        if prod(chunks.shape):
+            shares.append((_by_share(held), chunks.dtype.itemsize))
+        else:  # it weighs nothing: who has it may be seen differently where meshes differ, and nothing else may follow
+            shares.append((whole_on((1,), _ranks_of(chunks, group)), 0))
     owned = choose_owners(shares, group.size)
     kept = {index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)}
     for tied, owners in zip(members, owned, strict=True):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import statetree
 from statetree.testing import Layout, run_ranks
@@ -149,6 +150,17 @@ def keep_jagged():
 def test_a_jagged_tensor_is_kept_by_one():
     first, second = run_ranks(2, keep_jagged)
     assert [a is not b for a, b in zip(first, second, strict=True)] == [True, True]
+
+
+def keep_beside_empty():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    empty = DTensor.from_local(torch.empty(0, 3, dtype=torch.float64), mesh, [Replicate()])
+    return kept_by_rank({"empty": empty, **{f"w{number}": torch.zeros(()).half() for number in range(5)}})
+
+
+def test_what_is_empty_on_meshes_that_differ_changes_nothing_else():
+    rows = run_ranks(2, keep_beside_empty)
+    assert [sum(row[key] for row in rows) for key in rows[0] if key != "empty"] == [1] * 5
 
 
 def keep_empty():

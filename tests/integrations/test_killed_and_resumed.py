@@ -123,6 +123,6 @@ def test_strategies_that_never_ask_the_plugin_are_refused(name):
 
     from statetree.integrations.lightning import Callback
 
-    trainer = SimpleNamespace(strategy=getattr(strategies, name)(), callbacks=[])
-    with pytest.raises(statetree.CheckpointError, match=f"{name} writes files of its own"):
+    trainer = SimpleNamespace(strategy=type("Own", (getattr(strategies, name),), {})(), callbacks=[])
+    with pytest.raises(statetree.CheckpointError, match="Own has files of its own"):
         Callback().setup(trainer, None, "fit")

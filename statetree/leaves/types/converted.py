@@ -166,9 +166,12 @@ def assembled(shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, torch.Tens
 _COPIES: Final = WeakTensorKeyDictionary()
 
 
-def note_copy(copy: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Remember that a tensor is a copy of what plain tensors held when they were converted."""
-    _COPIES[copy] = [StorageWeakRef(source.untyped_storage()) for source in sources]
+def note_copy(made: torch.Tensor, copied: Sequence[torch.Tensor], parts: Sequence[Any]) -> None:
+    """Remember of what a tensor is a copy: of plain tensors, and of what its parts are copies of."""
+    sources = [StorageWeakRef(tensor.untyped_storage()) for tensor in copied]
+    sources += [source for part in parts if isinstance(part, torch.Tensor) for source in _COPIES.get(part, ())]
+    if sources:
+        _COPIES[made] = sources
 
 
 def is_copy(leaf: Any) -> bool:

@@ -16,7 +16,7 @@ from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
-from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled, is_copy, note_copy
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled, note_copy
 from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
@@ -205,8 +205,7 @@ class LeafMaker:
         fresh = self._copies[key].detach()
         is_fresh = fresh.numel() and storage_key(fresh.untyped_storage()) != storage_key(blocks[0][1].untyped_storage())
         made = self._identified(plan, fresh)
-        if is_fresh or any(is_copy(self._leaves[leaf]) for leaf in plan.sources):
-            note_copy(made, [*sources.values()])
+        note_copy(made, [*sources.values()] if is_fresh else [], [self._leaves[leaf] for leaf in plan.sources])
         return made, key if is_fresh else None
 
     def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
