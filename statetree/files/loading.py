@@ -235,10 +235,9 @@ class _Filled:
         stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)
-        unwritable = {
-            id(tensor) for leaf, tensor in zip(outer, read, strict=True) if is_stored(leaf) and tensor.numel()
-        }
         if self._options.in_place:
+            both = zip(outer, read, strict=True)
+            unwritable = {id(tensor) for leaf, tensor in both if is_stored(leaf) and tensor.numel()}
             within = [self._paths[i] for i in stored if id(lowered.leaves[i]) in unwritable]
             found = [Difference(path, "writability", "values to load", IN_A_FILE) for path in within]
             refuse_all(found, "Nothing was read. Load without in_place, or pass tensors.")

@@ -59,10 +59,10 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only. (A glob
-            that matches nothing gives a warning.) Their
-            storages, if no other leaf lies on them, are copied once. Freeing such memory and allocating it again
-            (``resize_``, as some wrappers of models do) is a write that is not noticed: call ``thaw`` after it.
+        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only, and a glob
+            that matches nothing gives a warning. Their storages, if no other leaf lies on them, are copied once.
+            Freeing such memory and allocating it again (``resize_``, as some wrappers of models do) is a write that is
+            not noticed: call ``thaw`` after it.
         check: Compare frozen storages with their copies at every stage, and raise if one was written.
 
     Aliasing:

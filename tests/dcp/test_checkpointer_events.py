@@ -293,3 +293,10 @@ def test_counting_bytes_that_are_removed_meanwhile_leaves_nothing_open(tmp_path)
         assert bytes_in(tmp_path) == 0
         gc.collect()
     assert caught == []
+
+
+def test_the_log_has_the_bytes_of_a_stage_that_nobody_else_is_told_of(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG, "statetree")
+    with Checkpointer(tmp_path) as saved:
+        saved.async_save(1, state_of(1))
+    assert [text for text in caplog.messages if text.startswith("stage of step 1: ") and " 16 bytes, " in text]

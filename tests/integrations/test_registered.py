@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from statetree.integrations.accelerate import Registered
@@ -31,3 +32,16 @@ def test_a_folder_of_another_run_is_not_taken(tmp_path):
     assert registered.latest(tmp_path / "accelerate").name == "step-1"
     assert Registered(tmp_path / "one", {}).checkpointer.steps() == [0]
     assert Registered(tmp_path / "one", {}).latest(tmp_path / "accelerate") is None
+
+
+def test_saves_go_on_while_the_mirror_cannot_be_reached(tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    system = type(fsspec.filesystem("memory"))
+
+    def fails(*_, **__):
+        raise OSError("104 Connection reset by peer")
+
+    registered = Registered(tmp_path / "run", {"w": torch.ones(2)}, mirror="memory://registered")
+    assert registered.state_dict()["step"] == 0
+    monkeypatch.setattr(system, "ls", fails)
+    assert [registered.state_dict()["step"] for _ in range(2)] == [1, 2]

@@ -192,3 +192,14 @@ def test_what_was_read_from_is_let_go_of_without_the_garbage_collector(name, tmp
         assert str(tmp_path / name) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_damaged_leaf_is_named_by_its_path(in_place, tmp_path):
+    weights = torch.arange(100.0)
+    st.save({"model": {"w": weights}}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(weights.numpy().tobytes()) + 50] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(st.CheckpointError, match=r"^load: the leaf at model\.w cannot be read: .* has the checksum"):
+        st.load(tmp_path / "a.pt", {"model": {"w": torch.zeros(100)}}, in_place=in_place)
