@@ -39,7 +39,7 @@ def show_steps(directory: Path, *, as_json: bool, verify: bool = False) -> bool:
     for step in steps:
         about = ", ".join([f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()])
         metric = "" if step["metric"] is None else f"metric {step['metric']:g}"
-        saved = datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        saved = step["saved"] and datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         notes = ", ".join(filter(None, [printable(step.get("error", about)), step.get("verified", "")]))
         lines.append(OutputLine(step["name"], saved, metric, human(step["bytes"]), "", notes))
     write_lines(lines)
@@ -49,17 +49,17 @@ def show_steps(directory: Path, *, as_json: bool, verify: bool = False) -> bool:
 def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
     from statetree.cli.show import verified
     from statetree.dcp.file_manifest import read_manifest
-    from statetree.dcp.metadata import METADATA
-    from statetree.dcp.series import Series, bytes_in
     from statetree.errors import CheckpointError
     from statetree.files.formats import opened
 
     found = []
-    for checkpoint in Series(directory).complete():
-        path = directory / checkpoint.name
-        saved = datetime.fromtimestamp((path / METADATA).stat().st_mtime, UTC).isoformat(timespec="seconds")
-        step = {"step": checkpoint.step, "name": checkpoint.name, "saved": saved, "bytes": bytes_in(path)}
-        found.append(step | {"metric": None, "metadata": {}})
+    for number, path in _checkpoints_in(directory):
+        step = {"step": number, "name": path.name, "saved": "", "bytes": 0, "metric": None, "metadata": {}}
+        try:
+            step["saved"], step["bytes"] = _saved(path)
+        except FileNotFoundError:
+            continue  # it was removed meanwhile
+        found.append(step)
         try:
             manifest = read_manifest(path)
             found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
@@ -67,3 +67,26 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
         except CheckpointError as error:
             found[-1]["error"] = str(error)
     return found
+
+
+def _checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+    """Return the steps of a run, or of its mirror, and where they lie."""
+    from statetree.dcp.mirror import steps_at
+    from statetree.dcp.series import Series, name_of
+    from statetree.files.remote import RemotePath
+
+    if not isinstance(directory, RemotePath):
+        return [(found.step, directory / found.name) for found in Series(directory).complete()]
+    complete, unknown = steps_at(directory)
+    return [(step, directory / name_of(step)) for step in sorted(complete.keys() | unknown)]
+
+
+def _saved(path: Path) -> tuple[str, int]:
+    """Return when a checkpoint was saved, which a server may not tell, and its bytes."""
+    from statetree.dcp.metadata import METADATA
+    from statetree.dcp.series import bytes_in
+    from statetree.files.remote import RemotePath
+
+    seconds = (path / METADATA).stat().st_mtime
+    nbytes = sum(path.sizes().values()) if isinstance(path, RemotePath) else bytes_in(path)
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else "", nbytes

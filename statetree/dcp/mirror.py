@@ -68,7 +68,7 @@ class MirroredSeries(Series):
         """
         near = self.local()
         try:
-            there, unknown = self._mirrored()
+            there, unknown = steps_at(self.url)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpointer: the mirror {self.url} cannot be reached: expected it to answer, got: "
@@ -92,36 +92,13 @@ class MirroredSeries(Series):
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
         with suppress(OSError, CheckpointError):
             manifest = None if checkpoint.identity == _FAR else read_manifest(self.path(checkpoint))
-            if manifest is not None and self._mirrored()[0].get(checkpoint.step) == manifest.save:
+            if manifest is not None and steps_at(self.url)[0].get(checkpoint.step) == manifest.save:
                 return _far_step(checkpoint.step)
         return None
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
         return cast("Path", self.url / checkpoint.name) if checkpoint.identity == _FAR else super().path(checkpoint)
-
-    def _mirrored(self) -> tuple[dict[int, str], set[int]]:
-        """Return the steps that the mirror has whole, with the save of each, and those that cannot be looked at now.
-
-        The save is empty if it left no manifest.
-        """
-        found: dict[int, str] = {}
-        unknown: set[int] = set()
-        for step, folder in self._folders().items():
-            try:
-                save = _asked(partial(_save_in, folder))
-            except OSError as error:
-                _log.warning("step %d of the mirror %s cannot be looked at: %s", step, self.url, error)
-                unknown.add(step)
-                continue
-            if save is not None:
-                found[step] = save
-        return found, unknown
-
-    def _folders(self) -> dict[int, RemotePath]:
-        """Return the folders of steps, whatever is in them."""
-        matches = [(_NAME.fullmatch(place.name), place) for place in _asked(partial(_places_in, self.url))]
-        return {int(match[1]): place for match, place in matches if match}
 
     def upload_later(self) -> None:
         """Upload in the background what the mirror lacks, and remove there what is not kept."""
@@ -150,7 +127,7 @@ class MirroredSeries(Series):
                 _log.warning("the mirror %s is behind, until the next save: %r", self.url, error)
 
     def _catch_up(self) -> None:
-        there, unknown = self._mirrored()
+        there, unknown = steps_at(self.url)
         for near in self.local():
             folder = self.path(near)
             manifest = read_manifest(folder)
@@ -185,7 +162,7 @@ class MirroredSeries(Series):
 
     def _prune(self, complete: Sequence[int], unknown: set[int]) -> None:
         """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
-        folders = self._folders()
+        folders = _folders_at(self.url)
         staying = self.staying(self._kept, list(map(_far_step, complete)))
         kept = {found.step for found in [*self.local(), *staying]} | unknown
         for step, folder in folders.items():
@@ -193,6 +170,31 @@ class MirroredSeries(Series):
             if step not in kept and not is_newest:
                 (folder / METADATA).unlink()
                 folder.remove()
+
+
+def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
+    """Return the steps that a mirror has whole, with the save of each, and those that cannot be looked at now.
+
+    The save is empty if it left no manifest. Raises ``OSError`` if the mirror cannot be reached.
+    """
+    found: dict[int, str] = {}
+    unknown: set[int] = set()
+    for step, folder in _folders_at(url).items():
+        try:
+            save = _asked(partial(_save_in, folder))
+        except OSError as error:
+            _log.warning("step %d of the mirror %s cannot be looked at: %s", step, url, error)
+            unknown.add(step)
+            continue
+        if save is not None:
+            found[step] = save
+    return found, unknown
+
+
+def _folders_at(url: RemotePath) -> dict[int, RemotePath]:
+    """Return the folders of steps, whatever is in them."""
+    matches = [(_NAME.fullmatch(place.name), place) for place in _asked(partial(_places_in, url))]
+    return {int(match[1]): place for match, place in matches if match}
 
 
 def _asked(ask: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ import re
 import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -152,9 +153,13 @@ class RemotePath:
         return self.path == other.path or self.path.startswith(f"{other.path}/")
 
     def stat(self) -> Any:
-        """Return size and kind, as ``os.stat`` does."""
-        inode = zlib.crc32(self.path.encode())
-        return SimpleNamespace(st_size=int(self.info()["size"]), st_mode=stat.S_IFREG, st_dev=0, st_ino=inode)
+        """Return size, kind and time, as ``os.stat`` does; the time is 0 where the server does not tell it."""
+        inode, info = zlib.crc32(self.path.encode()), self.info()
+        times = [info.get(name) for name in ("LastModified", "mtime", "last_modified", "updated", "created")]
+        seconds = [time.timestamp() if isinstance(time, datetime) else time for time in times]
+        since = next((each for each in seconds if isinstance(each, (int, float))), 0.0)
+        mode = stat.S_IFREG
+        return SimpleNamespace(st_size=int(info["size"]), st_mode=mode, st_dev=0, st_ino=inode, st_mtime=since)
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield what lies in a folder."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+from datetime import UTC, datetime
 
 import pytest
 import torch
 
 from statetree.dcp import Checkpointer
+from statetree.dcp.series import Series
 
 
 @pytest.fixture
@@ -74,3 +77,31 @@ def test_other_options_are_for_one_step(run, option, statetree):
     ran = statetree("show", *option, run)
     assert ran.status == 2
     assert "expected one of its steps" in ran.err
+
+
+def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree):
+    mirror = f"file://{tmp_path}/mirror"
+    with Checkpointer(tmp_path / "run", mirror=mirror, keep=1) as saved:
+        saved.save(10, {"w": torch.zeros(1000)}, metric=0.25, metadata={"commit": "abc"})
+        saved.save(20, {"w": torch.ones(1000)})
+    here, there = (statetree("show", "--verify", "--json", run).json for run in (tmp_path / "run", mirror))
+    assert there["run"] == mirror
+    assert [step["step"] for step in there["steps"]] == [20]
+    (tmp_path / "mirror" / "step-00000030").mkdir()  # one that is being uploaded
+    assert [step | {"saved": ""} for step in there["steps"]] == [step | {"saved": ""} for step in here["steps"]]
+    assert all(abs(datetime.fromisoformat(step["saved"]) - datetime.now(UTC)).seconds < 3600 for step in there["steps"])
+    assert re.fullmatch(
+        r".*/mirror: 1 complete checkpoints, \d+\.\d KiB", statetree("show", mirror).out.splitlines()[0]
+    )
+
+
+def test_a_step_that_is_removed_meanwhile_is_not_listed(run, statetree, monkeypatch):
+    gone, complete = run / "step-00000020", Series.complete
+
+    def then_removed(series):
+        found = complete(series)
+        shutil.rmtree(gone)
+        return found
+
+    monkeypatch.setattr(Series, "complete", then_removed)
+    assert [step["step"] for step in statetree("show", "--json", run).json["steps"]] == [10, 30]
