@@ -229,8 +229,8 @@ def save(
 
     Raises:
         CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.
-        UnsupportedLeaf: If a leaf has no elements, cannot be taken apart, or is distributed in a way that the group
-            does not know.
+        UnsupportedLeaf: If a leaf has no elements (a torch file keeps it as a meta tensor), cannot be taken apart, or
+            is distributed in a way that the group does not know.
         RankMismatch: If ranks that save together name different paths, or if this process is not in the group (only
             this one raises then).
 
