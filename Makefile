@@ -44,7 +44,7 @@ demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 test slow coverage thorough: export PYTHONDONTWRITEBYTECODE :=
 
 # The profiles quick and ci (15 and 100 examples) take the same ones every time: a run here means what a run there means.
-test: $(STAMP)  ## Run the tests but the slow ones (five to seven minutes on two cores)
+test: $(STAMP)  ## Run the tests but the slow ones (four minutes on two idle cores)
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-quick}" $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
 
 slow: $(STAMP)  ## Run the slow tests: kills, exhaustion, many ranks, examples, types, whole products

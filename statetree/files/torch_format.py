@@ -243,7 +243,8 @@ class TorchFormat(CheckpointFormat):
             refused = gist(error)
         if refused:
             what = f"the {_culprit(tree, refused)} holds what torch.load(weights_only=True) refuses: {refused}"
-            raise CheckpointError(f"save: {what}. Leave it out (select), or convert it to plain values.")
+            remedy = "Leave it out (select), or save a directory (a name without suffix)."
+            raise CheckpointError(f"save: {what}. {remedy}")
         foreign = _foreign(folder / name)
         if foreign:
             what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"
