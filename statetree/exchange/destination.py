@@ -97,6 +97,10 @@ class Destination(ABC):
         """Return the leaves whose elements are read in the source; by default those that are written."""
         return self.touched()
 
+    def returned(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements the result has; by default those that are read."""
+        return self.read()
+
     def finish(self) -> Any:
         """Return the resulting tree."""
         return self.source.lift(self.leaves)
@@ -160,6 +164,10 @@ class FreshDestination(Destination):
     def touched(self) -> Iterable[int]:
         """Return the leaves whose elements are read in the source, and written in the result."""
         return [*self.source.chunks, *self._brought]
+
+    def returned(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements the result has: also those that are passed through."""
+        return range(len(self.source.leaves))
 
     def _fresh(self, index: int, canonical: int, device: Device, made: dict[Any, torch.Tensor]) -> Any:
         leaf, chunks = self.source.leaves[index], self.source.chunks[index]

@@ -265,7 +265,8 @@ class Exchange(Call):
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
             if self._preparation is not None:
-                self._preparation.read(source.spec, source.leaves, target.read())
+                self._preparation.refuse_copies(source.spec, source.leaves, target.returned())
+                self._preparation.hold(source.spec, source.leaves, target.read())
             self._hold_divided(source)
         for manifest in target.manifests:
             self._hold_divided(manifest)
@@ -340,8 +341,9 @@ class Exchange(Call):
             self._is_told_more()
             pending = []
         own = sent.manifest if isinstance(sent, SourceTree) else None
-        if own is not None:
-            self.hold(own.spec, own.leaves, description.described, opaque=True)
+        if own is not None and self._preparation is not None:
+            self._preparation.refuse_copies(own.spec, own.leaves, description.described)
+            self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
         received = Received(own, pending, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)

@@ -71,9 +71,8 @@ class Preparation:
         """Hold the memory of leaves, and have it looked at before elements move again."""
         self.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
 
-    def read(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int]) -> None:
-        """Hold the memory of leaves whose elements are read. Raise ``UnsupportedLeaf`` for one that would be stale."""
-        indices = list(indices)
+    def refuse_copies(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int]) -> None:
+        """Raise ``UnsupportedLeaf`` if one of the leaves whose elements the result has would be stale there."""
         stale = next((index for index in indices if is_copy(leaves[index])), None)
         if stale is not None:
             path = spec.paths()[stale]
@@ -82,7 +81,6 @@ class Preparation:
                 "not follow them: expected a view. Convert after every step, and call the verb without prepare."
             )
             raise UnsupportedLeaf(msg, path)
-        self.hold(spec, leaves, indices)
 
     def conclude(self, call: Call) -> None:
         """Wait until all ranks have prepared everything."""

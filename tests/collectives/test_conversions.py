@@ -467,6 +467,25 @@ def test_a_copy_that_a_conversion_made_of_plain_tensors_is_not_prepared(alike):
         assert resharded == torch.arange(18.0).view(6, 3).tolist()
 
 
+def prepare_passed_through():
+    """Prepare what passes a copy of plain tensors through, or sends it."""
+    mesh = init_device_mesh("cpu", (2,))
+    turned = st.Conversion([("w", "v", "(a b) -> (b a)"), ("d", "e")], sizes={"a": 2})
+    state = {"w": torch.arange(6.0), "d": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+    calls = [
+        lambda: st.prepare(st.gather, turned(state)),
+        lambda: st.prepare(st.gather, turned(state), dst=0),
+        lambda: st.prepare(st.gather, turned(state), union=True),
+        lambda: st.prepare(st.broadcast, {"v": turned(state)["v"]}),
+    ]
+    return [str(attempt(call)) for call in calls]
+
+
+def test_a_copy_that_a_conversion_made_is_not_prepared_where_it_is_passed_through_or_sent():
+    for errors in run_ranks(2, prepare_passed_through):
+        assert all("leaf at v is a copy that a conversion made" in error for error in errors), errors
+
+
 def test_copies_whose_parts_are_gone_and_that_are_written_to_are_prepared():
     parts = {"q": torch.ones(4, 3), "k": torch.ones(2, 3)}
     engine, conversion = {"qk": torch.zeros(6, 3)}, st.Conversion([QK_RULE])
