@@ -24,9 +24,16 @@ def doctor(name: str, kind: str | None, load: str | None) -> int:
     """Examine what a name stands for, and print a page about it."""
     try:
         return _examine(name, kind, load)
-    except SystemExit as ended:  # of whatever was asked: its status would be taken for ours
-        msg = f"doctor: {name} ends the process (sys.exit({ended.code!r})): expected one that returns, or raises."
-        raise StateTreeError(msg) from ended
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, Exception) and not sys.stdout.closed):
+            raise
+        # What was asked did something that ends the examination: Python's status for it would be taken for ours.
+        did, expected = f"raises a {type(error).__qualname__}", "returns, or raises an Exception"
+        if isinstance(error, SystemExit):
+            did, expected = f"ends the process (sys.exit({error.code!r}))", "returns, or raises"
+        elif isinstance(error, Exception):
+            did, expected = "closes sys.stdout", "leaves it open"
+        raise StateTreeError(f"doctor: {name} {did}: expected one that {expected}.") from error
 
 
 def _examine(name: str, kind: str | None, load: str | None) -> int:
@@ -37,8 +44,8 @@ def _examine(name: str, kind: str | None, load: str | None) -> int:
         raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     click.echo(f"{name} is examined as a {kind}{'' if kind != 'save' else f' with {load}'}.")
     if kind in ("stager", "copy", "gather"):
-        return _conformance(kind, found)
-    return _laws(_round_trip(found, loader) if kind == "save" else found, kind)
+        return _conformance(name, kind, found)
+    return _laws(name, kind, _round_trip(found, loader) if kind == "save" else found)
 
 
 def _imported(name: str) -> Any:
@@ -85,7 +92,7 @@ def _round_trip(save: Any, load: Any) -> Any:
     return saved_and_loaded
 
 
-def _conformance(kind: str, found: Any) -> int:
+def _conformance(name: str, kind: str, found: Any) -> int:
     from statetree.testing import conformance
 
     report = conformance(**{kind: found})
@@ -98,11 +105,13 @@ def _conformance(kind: str, found: Any) -> int:
     refused = [verdict.fault.name for verdict in report.verdicts if verdict.outcome == "refuses"]
     click.echo(f"\n{len(report.failed)} of {len(report.verdicts)} checks found a result that is silently wrong.")
     click.echo(f"Refused with an error: {', '.join(refused) or 'nothing'}.")
+    if len(refused) == len(report.verdicts):
+        raise _not_judged(name, kind, report.verdicts[0].said)
     return DIFFERENT if report.failed else SAME
 
 
-def _laws(transform: Any, kind: str) -> int:
-    from statetree.testing import check_transform
+def _laws(name: str, kind: str, transform: Any) -> int:
+    from statetree.testing import check_transform, laws
 
     report = check_transform(transform, examples=60)
     broken = [name for name in report.broken if kind != "save" or name in _SAVED]
@@ -113,7 +122,17 @@ def _laws(transform: Any, kind: str) -> int:
     click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
     if needless:
         click.echo(f"Not needed of a save, and not kept: {', '.join(needless)}.")
+    others = [verdict for verdict in report.verdicts if verdict.law is not laws.accepts]
+    if all(verdict.holds is None and verdict.refused for verdict in others):
+        raise _not_judged(name, kind, others[0].error)
     return DIFFERENT if broken else SAME
+
+
+def _not_judged(name: str, kind: str, said: str) -> StateTreeError:
+    what = f"{name} was not judged: expected a {kind} that takes some of the states, got an error for each"
+    return StateTreeError(
+        f"doctor: {what}: {said.partition(chr(10))[0].rstrip('.')}. Mend it, or say with --as what it is."
+    )
 
 
 def _tell(what: str, source: str, how: str = "") -> None:

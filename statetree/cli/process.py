@@ -61,7 +61,7 @@ def _let_go(stream: Any) -> None:
     """Write out what is left, so that Python does not fail to as it ends, which would change the exit status."""
     try:
         stream.flush()
-    except OSError:
+    except (OSError, ValueError):  # a ValueError: it is closed
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -130,5 +130,5 @@ def _invoke(command: click.Command, args: list[str]) -> int:
 
 
 def _tell(text: str) -> None:
-    with suppress(OSError):  # that nobody can be told does not change the exit status
+    with suppress(OSError, ValueError):  # that nobody can be told does not change the exit status
         click.echo(text, err=True)

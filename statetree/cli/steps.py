@@ -69,7 +69,7 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+def _checkpoints_in(directory: Any) -> list[tuple[int, Any]]:
     """Return the steps of a run, or of its mirror, and where they lie."""
     from statetree.dcp.mirror import steps_at
     from statetree.dcp.series import Series, name_of
@@ -81,7 +81,7 @@ def _checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
     return [(step, directory / name_of(step)) for step in sorted(complete.keys() | unknown)]
 
 
-def _saved(path: Path) -> tuple[str, int]:
+def _saved(path: Any) -> tuple[str, int]:
     """Return when a checkpoint was saved, which a server may not tell, and its bytes."""
     from statetree.dcp.metadata import METADATA
     from statetree.dcp.series import bytes_in

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -86,7 +87,10 @@ class Background:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
-        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statetree-save")
+        self.mark = object()  # which thread it is: see ``_here``
+        self.executor = ThreadPoolExecutor(
+            1, "statetree-save", initializer=setattr, initargs=(_here, "mark", self.mark)
+        )
 
     def let_go_of_destroyed(self) -> None:
         """Close the connections of a group that was destroyed, so that ranks that wait for this one hear of it."""
@@ -94,6 +98,8 @@ class Background:
             self.group = _DESTROYED
 
 
+#: On the thread of a ``Background``: its mark.
+_here: Final = threading.local()
 #: Stands for a group that was destroyed.
 _DESTROYED: Final[Any] = object()
 #: How long the ranks wait for each other while they make groups: all have begun to, so that one that is late has died.
@@ -143,8 +149,21 @@ class SaveFuture(Future[None]):
 
     _is_delivered = False
 
+    def __init__(self, mark: object) -> None:
+        super().__init__()
+        self._mark = mark
+
+    def check_thread(self, verb: str) -> None:
+        """Raise ``CheckpointError`` on the thread that the save runs on: whoever waits there waits for ever."""
+        if not self.done() and getattr(_here, "mark", None) is self._mark:
+            raise CheckpointError(
+                f"{verb}: it would wait for a save of the thread that it is called on: expected another, got that in "
+                "the background, which calls on_event. Note there what to do, and do it in the training loop."
+            )
+
     def result(self, timeout: float | None = None) -> None:
         """Wait for the save, and raise what went wrong."""
+        self.check_thread("result")
         try:
             super().result(timeout)
         except BaseException:
@@ -167,7 +186,7 @@ def start(
     Over the group ``agreeing``, the ranks tell each other at once whether staging failed. Then all raise.
     """
     held = [on_all_ranks("async_save", ranks_of("async_save", agreeing), stage)]
-    future = SaveFuture()
+    future = SaveFuture(background.mark)
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
     submit(background.executor, _run, background, future, held, save)
     return future
@@ -195,10 +214,23 @@ def _taken(held: list[Any]) -> Any:
 
 
 class RunningSave:
-    """The save in the background of a series, of which there is one at a time."""
+    """The save in the background of a series, of which there is one at a time; and whose turn it is to call."""
 
     def __init__(self) -> None:
         self.future: SaveFuture | None = None
+        self._calling = threading.RLock()
+
+    @contextmanager
+    def turn(self, verb: str) -> Iterator[None]:
+        """Make one call at a time; raise ``CheckpointError`` where it would wait for the save that it is made from."""
+        self._check_thread(verb)  # before: whoever has the turn may be waiting for this thread
+        with self._calling:
+            self._check_thread(verb)  # after: whoever had it may have just begun the save that tells of itself here
+            yield
+
+    def _check_thread(self, verb: str) -> None:
+        if self.future is not None:
+            self.future.check_thread(verb)
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -72,8 +72,9 @@ class Checkpointer(Schedule):
             the background. Retention holds there, too, and ``restore`` takes the newest complete step of either. An
             upload that fails is logged, and tried again at the next save; ``close`` waits for uploads.
         every: How many steps, or which time (a ``timedelta``), ``due`` lets pass between two checkpoints.
-        on_event: Called with an ``Event`` after each staging, save, removal and restore; for a save in the background
-            on its thread. What it raises is logged. The logger ``statetree`` has the same events.
+        on_event: Called with an ``Event`` after each staging, save, upload, removal and restore; for those in the
+            background on their thread, where calls of this checkpointer raise ``CheckpointError`` if they would wait
+            for the save. What it raises is logged. The logger ``statetree`` has the same events.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
@@ -134,10 +135,9 @@ class Checkpointer(Schedule):
     def _start_idle(self) -> None:
         """Begin without a save. In a forked process the parent's thread is gone, and nobody would release the lock."""
         self._running = RunningSave()
-        self._calling = threading.RLock()
 
     def _group_that_agrees(self) -> ProcessGroup | None:
-        with self._calling:
+        with self._running.turn("due"):
             return self._background("due", "restore").group
 
     def save(
@@ -169,7 +169,7 @@ class Checkpointer(Schedule):
         """
         step = as_int(step)
         options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
-        with self._calling:
+        with self._running.turn("save"):
             since = time.monotonic()
             group = self._begin("save").group
             self._warn_of_step("save", step)
@@ -211,7 +211,7 @@ class Checkpointer(Schedule):
         """
         step = as_int(step)
         options = WriteOptions(metric=as_metric("async_save", metric), about=as_metadata("async_save", metadata))
-        with self._calling:
+        with self._running.turn("async_save"):
             since = time.monotonic()
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
@@ -299,7 +299,7 @@ class Checkpointer(Schedule):
                 f"checkpoint of step {state} pass step={state}."
             )
         step = None if step is None else as_int(step)
-        with self._calling:
+        with self._running.turn("restore"):
             group = self._begin("restore", "restore").group
             check_same("restore", "step", repr(step), group)
             if step is not None:
@@ -348,15 +348,15 @@ class Checkpointer(Schedule):
         Raises:
             CheckpointError: If a save in the background failed, and no call has raised that yet.
         """
-        with self._calling:
+        with ExitStack() as afterwards, self._running.turn("close"):
+            if self._mirror is not None:  # whose thread tells of uploads, which others may answer with a call
+                afterwards.callback(self._mirror.wait)
             self._give_back()
             try:
                 self._running.raise_error()  # this rank's own: not every rank need close
             finally:
                 if self._owns_stager:
                     self._stager.close()
-                if self._mirror is not None:
-                    self._mirror.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -259,10 +259,10 @@ class UnfinishedStep:
 
     def close(self) -> None:
         """Give up the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            _own.pop(self.path.name, None)
-            self._lock = -1
+        _own.pop(self.path.name, None)
+        handle, self._lock = self._lock, -1  # first: after an interrupt, the number may be another thread's file
+        if handle >= 0:
+            os.close(handle)
 
     def discard(self) -> None:
         """Remove what was written."""

@@ -17,6 +17,7 @@ from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
+from statetree.files.untrusted import refuse, shape_text
 from statetree.key_paths import Path
 from statetree.leaves.builtin import facts
 from statetree.leaves.casting import castable, out_of_range
@@ -129,8 +130,15 @@ class StoredTensor:
 
     @classmethod
     def at(cls, file: FileRange, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
-        """Return a tensor whose elements, in row-major order, are the bytes of a range of a file."""
+        """Return a tensor whose elements, in row-major order, are the bytes of a range of a file.
+
+        Raises:
+            CheckpointError: If the range has not as many bytes as the tensor.
+        """
         outline = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        if file.length != outline.nbytes:
+            what = f"{dtype} of shape {shape_text(outline.shape)} does not fit its range of the file"
+            refuse(file.label, f"{what}: expected {outline.nbytes} bytes, got {file.length}")
         pieces = [StoredPiece(whole_box(outline.shape), file, outline.stride())]
         return cls(outline, lambda: file.files.check(file.path), lambda _: pieces)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from lightning import pytorch
 
 from statetree.dcp.checkpointer import Checkpointer
 from statetree.dcp.groups import has_process_group, new_gloo_group
+from statetree.declare import cached_property
 from statetree.errors import CheckpointError, warn
 from statetree.integrations import RandomStates
 
@@ -17,50 +19,49 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
     """Saves what Lightning saves as ``step-…`` in ``directory``, in the background: a plugin for one device, or DDP."""
 
     def __init__(self, directory: Any, **options: Any) -> None:
-        self._directory, self._options = directory, options
-        self._made: Checkpointer | None = None
+        self._new, self._paths = partial(Checkpointer, directory, **options), dict[str, int]()  # those of the last step
 
-    @property
+    @cached_property
     def checkpointer(self) -> Checkpointer:  # of this process alone: made when the process groups are
-        if self._made is None:
-            self._options["process_group"] = new_gloo_group(None) if has_process_group() else None
-            self._made = Checkpointer(self._directory, **self._options)
-        return self._made
+        return self._new(process_group=new_gloo_group(None) if has_process_group() else None)
 
     def latest(self) -> Path | None:
         """Return the latest checkpoint, if there is one, for ``trainer.fit(ckpt_path=...)``."""
-        found = Checkpointer(self._directory, **self._options)  # another one: this is asked before there are groups
+        found = self._new()  # another one: this is asked before there are groups
         return found.path() if found.steps() else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.checkpointer.async_save(checkpoint["global_step"], checkpoint, metadata={"path": str(path)})
+        made, step = self.checkpointer, checkpoint["global_step"]
+        self._paths = {**{one: at for one, at in self._paths.items() if at == step}, str(path): step}
+        made.async_save(step, checkpoint, metadata={"paths": [*self._paths]})  # in place of what the step had
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        step = int(Path(path).name.removeprefix("step-"))
-        return self.checkpointer.restore(step=step, weights_only=weights_only is not False)
+        made, path, name = self.checkpointer, str(path), Path(path).name.removeprefix("step-")
+        found = [int(name)] if name.isdigit() else [at for one, at in self._paths.items() if one == path]
+        if not found and not (found := [at for at in made.steps() if path in made.metadata(at).get("paths", ())]):
+            raise CheckpointError(f"load: no step that is kept was saved as {path}. Pass io.latest(), or keep more.")
+        return made.restore(step=found[-1], weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Leave it to the checkpointer."""
 
     def teardown(self) -> None:
-        if self._made is not None:
-            self._made.close()
+        if "checkpointer" in self.__dict__:
+            self.__dict__.pop("checkpointer").close()  # the trainer's next call makes another one
 
 
 class Callback(RandomStates, pytorch.Callback):
     """Has a trainer with a ``CheckpointIO`` save when that is due, behind all other callbacks; and random states."""
 
-    _is_due, _seen = False, -1
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if type(trainer.strategy).load_checkpoint is not pytorch.strategies.Strategy.load_checkpoint:  # nor saves
             raise CheckpointError(f"Callback: {type(trainer.strategy).__name__} has files of its own: expected DDP.")
-        trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)
+        self._loaded, trainer.callbacks = None, sorted(trainer.callbacks, key=lambda callback: callback is self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.num_training_batches <= trainer.accumulate_grad_batches and not trainer.fast_dev_run:
             warn("save: nothing is saved before the run ends: an epoch is one step, and only within one can it resume.")
-        self._seen = trainer.global_step
+        self._is_due, self._seen = False, trainer.global_step
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.go_on()  # what was drawn since, when the loader was begun once more, was drawn before
@@ -73,8 +74,7 @@ class Callback(RandomStates, pytorch.Callback):
                 self.on_train_end(trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
-        io = trainer.strategy.checkpoint_io
         if self._is_due:
-            trainer.save_checkpoint(io.checkpointer.directory / f"step-{trainer.global_step:08}")
-            trainer.should_stop |= io.checkpointer.signalled is not None
-        self._is_due = False
+            made, self._is_due = trainer.strategy.checkpoint_io.checkpointer, False
+            trainer.save_checkpoint(made.directory / f"step-{trainer.global_step:08}")
+            trainer.should_stop |= made.signalled is not None

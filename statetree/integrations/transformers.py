@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from transformers import TrainerCallback, trainer_utils
 
@@ -11,7 +11,7 @@ from statetree.dcp.checkpointer import Checkpointer
 from statetree.errors import warn
 from statetree.integrations import RandomState
 
-_KEPT: Final = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "log_history", "best_metric")
+_KEPT: Final = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "log_history", "best_")  # prefixes
 
 
 class Callback(TrainerCallback):
@@ -30,19 +30,18 @@ class Callback(TrainerCallback):
 
     def __init__(self, directory: Any, **options: Any) -> None:
         self.checkpointer = Checkpointer(directory, **options)
-        self._unread, self._saved, self._is_skipped = 0, -1, False
-        self._random: Any = None  # of a checkpoint; and what it was when the epoch began: loaders order the data by it
-        self._epoch: Any = None
+        self._saved, self._random = -1, cast("Any", None)  # the last save's step; the random state of a checkpoint
 
     def _tree(self, state: Any, objects: dict[str, Any]) -> dict[str, Any]:
         self._saved, kept = state.global_step, {name: objects[name] for name in ("model", "optimizer", "lr_scheduler")}
-        kept["progress"] = json.dumps({name: getattr(state, name, None) for name in _KEPT})
-        return {**kept, "random": RandomState().state_dict(), "epoch": self._epoch or RandomState().state_dict()}
+        kept["progress"] = json.dumps({name: at for name, at in vars(state).items() if name.startswith(_KEPT)})
+        return {**kept, "random": RandomState().state_dict(), "epoch": self._epoch}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        loader, self._unread, self._random = objects["train_dataloader"], 0, None
+        loader, self._epoch = objects["train_dataloader"], RandomState().state_dict()  # as it began: the data's order
         if not trainer_utils.has_length(loader) or len(loader) % args.gradient_accumulation_steps:
             raise ValueError("save: expected a known number of batches an epoch, n * gradient_accumulation_steps.")
+        self._steps, self._unread, self._random = len(loader) // args.gradient_accumulation_steps, 0, None  # an epoch's
         if anew := sorted(state.stateful_callbacks.keys() - {"TrainerControl"}):
             warn(f"save: not saved, so that a resumed run begins it anew: the state of {', '.join(anew)}.")
         if state.global_step or not self.checkpointer.steps():
@@ -50,12 +49,12 @@ class Callback(TrainerCallback):
         restored = self.checkpointer.restore(self._tree(state, objects))
         vars(state).update(json.loads(restored["progress"]))
         self._random, self._epoch, self._saved = restored["random"], restored["epoch"], state.global_step
-        self._unread = state.global_step * args.gradient_accumulation_steps
+        self._unread = self._saved if self._saved < state.max_steps else self._steps * state.num_train_epochs  # all
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        loader = objects["train_dataloader"]
-        loader.skip_batches, self._unread = min(self._unread, len(loader)), max(self._unread - len(loader), 0)
-        self._is_skipped = loader.skip_batches == len(loader)
+        loader, self._is_skipped = objects["train_dataloader"], self._unread >= self._steps
+        loader.skip_batches = min(self._unread, self._steps) * args.gradient_accumulation_steps
+        self._unread = max(self._unread - self._steps, 0)
         if self._random is None:
             self._epoch = RandomState().state_dict()
         elif not self._is_skipped:  # the epoch of the checkpoint
@@ -64,6 +63,8 @@ class Callback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         control.should_training_stop &= not self._is_skipped  # a trainer that sees no batch thinks there are none
+        if self._is_skipped or (self.checkpointer.signalled and state.global_step % self._steps):  # it ends elsewhere
+            control.should_evaluate = control.should_log = control.should_save = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._random is not None:
@@ -74,7 +75,6 @@ class Callback(TrainerCallback):
             control.should_training_stop |= self.checkpointer.signalled is not None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self._saved != state.global_step:
-            is_over = not state.global_step * args.gradient_accumulation_steps % len(objects["train_dataloader"])
-            self._epoch = None if is_over else self._epoch
+        if self._saved != state.global_step and not (args.load_best_model_at_end and self.checkpointer.signalled):
+            self._epoch = self._epoch if state.global_step % self._steps else RandomState().state_dict()
             self.checkpointer.save(state.global_step, self._tree(state, objects))

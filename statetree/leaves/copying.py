@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from statetree.key_paths import Path
     from statetree.tree.selection import Where
+
+#: How many of a leaf's parts a message shows.
+_SHOWN_PARTS: Final = 3
 
 
 def prepared_copy(
@@ -117,7 +120,8 @@ class _CopyJob:
         for position, part_a, part_b in paired_parts(left, right):
             index = general[position]
             if part_a is None or part_b is None:
-                self._refuse(index, "parts", "taken apart differently", "taken apart differently")
+                found, expected = parts_text(left, position), parts_text(right, position)
+                self._refuse(index, "parts", f"{found}, taken apart differently", expected)
                 continue
             a, b = left.parts[part_a], right.parts[part_b]
             if a.shape != b.shape:
@@ -303,6 +307,14 @@ class _CopyJob:
             for index, (neg, conj, *pair) in enumerate(bits)
             if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
         ]
+
+
+def parts_text(unpacked: Unpacked, leaf: int) -> str:
+    """Say which tensors a leaf was taken apart into: how many, and the first of them."""
+    parts = [unpacked.parts[part] for part in unpacked.parts_of(leaf)[::-1]]  # it lists the last one first
+    shown = [f"{part.dtype} {tuple(part.shape)}" for part in parts[:_SHOWN_PARTS]]
+    listed = ", ".join([*shown, "…"] if len(parts) > len(shown) else shown)
+    return f"{len(parts)} part{'s' * (len(parts) != 1)}" + (f" ({listed})" if listed else "")
 
 
 def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:

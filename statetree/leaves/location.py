@@ -13,6 +13,7 @@ from statetree.errors import (
     pass_on_from_signal,
 )
 from statetree.key_paths import Path
+from statetree.leaves.builtin import leaf_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,6 +62,9 @@ def _shown(error: Exception) -> str:
 def _remedy(error: Exception, leaf: Any) -> str:
     if isinstance(error, MemoryError):
         return "Free memory, and try again."
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is not None and leaf_type.registered:
+        return "Look at its leaf type."
     if type(leaf).__module__.split(".")[0] in {"builtins", "torch"}:
         return "Convert it first."
     return "Register its class with register_leaf_type."

@@ -9,7 +9,7 @@ Files, bottom up:
   draws (the extra ``testing``)
 - ``pace``: limits of time; ``rank_worker``, ``rank_calls``: ranks as processes; ``pytest_plugin``: a fixture
 - ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``: ``check_transform``
-- ``faults``, ``conformance_suite``: ``conformance``
+- ``faults``, ``gather_faults``, ``conformance_suite``: ``conformance``
 
 The plugin is imported by every session of pytest, so that importing this package imports neither torch nor hypothesis.
 """

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from statetree.testing import faults
+from statetree.testing import faults, gather_faults
 from statetree.testing.transform_check import FAILS, HANGS, PASSES, REFUSES, Refusal, guarded, on_ranks
 
 #: What an implementation is, by what the checks call it: a copy of a state, a stager, or a gather of it on all ranks.
@@ -38,7 +38,8 @@ class SilentFault:
     def source(self) -> str:
         """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
         text = inspect.getsource(self.check)
-        imports, *functions = inspect.getsource(faults).partition('"""\n\n')[2].split("\n\n\n")
+        module: Any = inspect.getmodule(self.check)
+        imports, *functions = inspect.getsource(module).partition('"""\n\n')[2].split("\n\n\n")
         helpers = [each for each in functions if each.startswith("def _") and each[4 : each.index("(")] in text]
         return "\n\n\n".join([imports, *helpers, text])
 
@@ -47,8 +48,9 @@ class SilentFault:
 FAULTS = tuple(
     [
         SilentFault(_KINDS[made.__code__.co_varnames[0]], made.__name__, str(made.__doc__), made)
-        for made in vars(faults).values()
-        if inspect.isfunction(made) and made.__module__ == faults.__name__ and made.__name__[0] != "_"
+        for module in (faults, gather_faults)
+        for made in vars(module).values()
+        if inspect.isfunction(made) and made.__module__ == module.__name__ and made.__name__[0] != "_"
     ]
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from statetree.testing.elements import ELEMENTS
 from statetree.testing.samples import numbered
 
 #: How the local tensors of a layout may lie in their storages.
@@ -30,6 +31,9 @@ class Layout:
             cut in two, and each piece is sharded), ``P`` (partial sums, of a dtype in which they are exact).
         dtype: The dtype.
         geometry: How local tensors lie in their storages: ``contiguous``, ``transposed`` or ``inside``.
+        elements: Which elements it has: ``counted`` (small whole numbers; partial sums have these alone), ``precise``
+            (full mantissas, integers that a float rounds), ``zeros`` (negative ones, and subnormals), ``infinite`` or
+            ``nan`` (with payloads).
 
     Example:
         >>> import torch
@@ -46,6 +50,7 @@ class Layout:
     placements: tuple[str, ...]
     dtype: torch.dtype = torch.float32
     geometry: str = "contiguous"
+    elements: str = "counted"
 
     def __post_init__(self) -> None:
         dims = len(mesh_shape(self.mesh))
@@ -54,9 +59,11 @@ class Layout:
         if "P" in self.placements and self.dtype not in SUMMED:
             expected = "one in which sums of placement P are exact, as torch.float32"
             raise ValueError(f"Layout: dtype: expected {expected}, got {self.dtype!r}.")
+        if self.elements not in (ELEMENTS[:1] if "P" in self.placements else ELEMENTS):
+            raise ValueError(f"Layout: elements: expected one of {ELEMENTS} (counted, of P), got {self.elements!r}.")
 
     def full(self) -> torch.Tensor:
-        """Return the whole tensor. Its elements are unique by position."""
+        """Return the whole tensor. Its elements are unique by position, as far as there are so many."""
         sizes = [size for size, kind in zip(mesh_shape(self.mesh), self.placements, strict=True) if kind == "P"]
         return self._weighted(math.prod(size * (size + 1) // 2 for size in sizes))
 
@@ -125,7 +132,7 @@ class Layout:
         return list(map(placement, self.placements))
 
     def _weighted(self, weight: int) -> torch.Tensor:
-        made = numbered(1, self.shape, self.dtype)
+        made = numbered(1, self.shape, self.dtype, self.elements)
         return made if weight == 1 else made * weight  # not every dtype can be multiplied
 
     def _coordinate(self, rank: int) -> tuple[int, ...] | None:

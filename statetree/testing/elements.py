@@ -25,8 +25,7 @@ DTYPES = (
 #: - ``precise``: they need all bits of the mantissa; integers that float32 or float64 rounds.
 #: - ``zeros``: negative zero, then negative subnormals.
 #: - ``infinite``: infinity, then the largest finite numbers. Of integers, the largest and the smallest ones.
-#: - ``nan``: quiet NaNs, each with another payload. (Of dtypes of 16 bits they are ``precise``: torch negates these by
-#:   way of float32, which loses payloads.)
+#: - ``nan``: quiet NaNs, with other payloads.
 ELEMENTS = ("counted", "precise", "zeros", "infinite", "nan")
 #: Dtypes with elements that are lost by what keeps small whole numbers: a narrower dtype, arithmetic, a comparison.
 HARD_TO_KEEP = (
@@ -37,5 +36,6 @@ HARD_TO_KEEP = (
 HARD_TO_KEEP_TOO = (
     *((dtype, "precise") for dtype in (torch.int16, torch.uint8)),
     *((dtype, "infinite") for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16)),
-    *itertools.product((torch.complex64, torch.complex128), ("precise", "zeros")),
+    *itertools.product((torch.float16, torch.bfloat16), ELEMENTS[2:]),
+    *itertools.product((torch.complex64, torch.complex128), ("precise", "zeros", "nan")),
 )

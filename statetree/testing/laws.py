@@ -9,6 +9,7 @@ A law is called with a transform and a function that makes a state, and raises `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from statetree import compose
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import holds_tensor
 from statetree.testing.assertions import Watch, assert_independent, assert_pure, assert_trees_equal
-from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES
+from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES, entries
 from statetree.testing.differences import differences, lost, raise_for
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten_for_copy, unflatten
@@ -67,15 +68,41 @@ def _law(check: Callable[[Transform, Make], None]) -> Law:
     return Law(check.__name__, str(check.__doc__), check)
 
 
+def _filled(tree: Any) -> Any:
+    """Return a copy of a tree whose elements are ones, as far as that can be done."""
+    tree = offload(tree)
+    for place in entries(tree).values():
+        if place.elements is not None:
+            with contextlib.suppress(RuntimeError):
+                place.elements.fill_(1)
+    return tree
+
+
 def _keeps(name: str, statement: str, aspect: str) -> Law:
     """Return the law that one aspect of a result is what it was in the state."""
 
     def check(transform: Transform, state: Make) -> None:
         result, given = transform(state()), state()
-        found = [text for of, text in differences(given, result, ties=aspect == TIES) if of == aspect]
-        raise_for(f"{name}: not kept", found + (lost(given, result) if aspect == VALUES else []))
+        raise_for(f"{name}: not kept", _not_kept(aspect, given, result))
 
     return Law(name, statement, check)
+
+
+def _not_kept(aspect: str, given: Any, result: Any) -> list[str]:
+    found = [text for of, text in differences(given, result, ties=aspect == TIES) if of == aspect]
+    return found + (lost(given, result) if aspect == VALUES else [])
+
+
+def _keep_values(name: str, transform: Transform, state: Make, seen: Callable[[Any], Any]) -> None:
+    """Compare what is seen of results. What keeps elements of a call may return them when others are given."""
+    result, given = transform(state()), state()
+    raise_for(f"{name}: not kept", _not_kept(VALUES, seen(given), seen(result)))
+    try:
+        given = _filled(state())
+        result = transform(given)
+    except Exception:  # whatever it does not take, ones are no state
+        return
+    raise_for(f"{name}: not kept in a second call", _not_kept(VALUES, seen(given), seen(result)))
 
 
 @_law
@@ -116,8 +143,13 @@ def stable(transform: Transform, state: Make) -> None:
 
 structure = _keeps("structure", "Containers keep types, keys, order and attributes.", STRUCTURE)
 geometry = _keeps("geometry", "Tensors keep class, dtype, shape, strides and flags.", GEOMETRY)
-values = _keeps("values", "Every value is kept, to the bit.", VALUES)
 ties = _keeps("ties", "Leaves share storages exactly if they did.", TIES)
+
+
+@_law
+def values(transform: Transform, state: Make) -> None:
+    """Every value is kept, to the bit."""
+    _keep_values("values", transform, state, lambda tree: tree)
 
 
 @_law
@@ -165,7 +197,7 @@ def _whole(leaf: Any) -> Any:
 @_law
 def global_values(transform: Transform, state: Make) -> None:
     """Distributed tensors keep their elements, however they are distributed."""
-    values(lambda _: map_leaves(_whole, transform(state())), lambda: map_leaves(_whole, state()))
+    _keep_values("global_values", transform, state, functools.partial(map_leaves, _whole))
 
 
 #: What ``check_transform`` looks at unless it is told otherwise.

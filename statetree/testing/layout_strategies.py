@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from statetree.testing.dtensor_layout import LOCAL_GEOMETRIES, SUMMED, Layout, mesh_shape, over_later_dims
+from statetree.testing.elements import ELEMENTS
 from statetree.testing.strategies import shapes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def layouts(
     partial: bool = False,
     strided: bool = True,
     subsets: bool = True,
+    elements: Sequence[str] = ELEMENTS[:-1],
 ) -> st.SearchStrategy[Layout]:
     """Descriptions of DTensors: a mesh, placements, and a global shape of any size, even or not.
 
@@ -40,6 +42,8 @@ def layouts(
         strided: Whether there are strided shards, as FSDP makes over tensor parallelism. They hold other elements than
             plain ones where two dims of the mesh are longer than 1, for which there must be four ranks.
         subsets: Whether meshes may leave ranks out.
+        elements: Which elements they may have, as ``Layout`` has them: by default all but ``nan``, which
+            ``torch.equal`` does not take for itself.
     """
     found = meshes(world_size, subsets=subsets)
     deep = [mesh for mesh in found if len(mesh_shape(mesh)) > 1]
@@ -57,7 +61,8 @@ def layouts(
             shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
         kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if partial and dtype in SUMMED else [])]
         placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
-        layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)))
+        kind = "counted" if "P" in placements else draw(st.sampled_from(elements))
+        layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)), kind)
         return draw(_strided(layout, max_side)) if is_strided else layout
 
     return drawn()

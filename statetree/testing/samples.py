@@ -102,7 +102,8 @@ def numbered(first: int, shape: Sequence[int], dtype: torch.dtype, elements: str
     """Return a tensor whose elements count from a number, which stands in them in some way (see ``ELEMENTS``).
 
     They are unique by position, over all tensors that have other numbers; but for ``bool``, where a dtype is too
-    short, and those of ``zeros`` and ``infinite``, which are so in one tensor.
+    short (of NaNs ``float16`` has 512, ``bfloat16`` 64), and those of ``zeros`` and ``infinite``, which are so in one
+    tensor.
     """
     numbers = torch.arange(first, first + math.prod(shape), device="cpu").reshape(tuple(shape))
     if dtype.is_complex:
@@ -128,7 +129,6 @@ def numbered(first: int, shape: Sequence[int], dtype: torch.dtype, elements: str
         "precise": numbers * 2 + (((2 ** (size - 2 - mantissa) - 1) << mantissa) + 1),
         "zeros": from_zero + -(2 ** (size - 1)),
         "infinite": infinity - from_zero,
-        "nan": numbers + (infinity + 2 ** (mantissa - 1)),
+        "nan": numbers % 2 ** (mantissa - 1) + (infinity + 2 ** (mantissa - 1)),
     }
-    chosen = bits["precise" if elements == "nan" and size == 16 else elements]
-    return chosen.to(_BITS[dtype.itemsize]).view(dtype)
+    return bits[elements].to(_BITS[dtype.itemsize]).view(dtype)

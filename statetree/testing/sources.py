@@ -114,10 +114,11 @@ class Source(str):
 
 def value(leaf: Any) -> Source:
     """Return the source of a plain value, of a layout, or of anything that can be pickled."""
-    return Source(f"{leaf!r}.build()" if isinstance(leaf, Layout) else _literal(leaf))
+    return Source(f"{leaf!r}.build()" if isinstance(leaf, Layout) else literal(leaf))
 
 
-def _literal(leaf: Any) -> str:
+def literal(leaf: Any) -> str:
+    """Return an expression for a value that can be pickled. It may need torch, pickle, or ``samples``."""
     cls: type = type(leaf)
     if cls in _LITERALS or (cls is float and math.isfinite(leaf)):
         return repr(leaf)
@@ -126,7 +127,7 @@ def _literal(leaf: Any) -> str:
     if cls is str and leaf.isprintable() and not set(leaf) & set("\"'\\"):
         return f'"{leaf}"'
     if cls is tuple:
-        return f"({', '.join(map(_literal, leaf))}{',' if len(leaf) == 1 else ''})"
+        return f"({', '.join(map(literal, leaf))}{',' if len(leaf) == 1 else ''})"
     if cls in (torch.dtype, torch.device, torch.Size):
         return f"torch.{repr(leaf).removeprefix('torch.')}"
     if getattr(leaf, "__module__", "") == samples.__name__:
@@ -197,7 +198,7 @@ def node(kind: str, children: Sequence[str] = (), keys: Sequence[Any] = (), **at
         attributes |= {f"attribute{index}": child for index, child in enumerate(children)}
         expression = "samples.Thing()"
     elif kind in MAPPINGS:
-        items = [f"{_literal(key)}: {child}" for key, child in zip(keys, children, strict=True)]
+        items = [f"{literal(key)}: {child}" for key, child in zip(keys, children, strict=True)]
         expression = MAPPINGS[kind].format(", ".join(items))
     else:
         comma = "," if kind == "tuple" and len(children) == 1 else ""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import functools
 import sys
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
 from statetree.testing.pace import units
 from statetree.testing.rank_calls import run_ranks
-from statetree.testing.sources import module, run, smallest
+from statetree.testing.sources import literal, module, run, smallest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -199,10 +202,12 @@ def snippet(law: Law, transform: Callable[..., Any], state: str, world_size: int
     is_ours = getattr(known, law.name, None) is law
     law_needed, law_called = ("", f"laws.{law.name}") if is_ours else _named(law.check)
     names = [*(["laws"] if is_ours else []), *(["run_ranks"] if world_size else [])]
-    short = "".join(letter if letter.isalnum() else "_" for letter in f"{called.rpartition('.')[2]}_{law.name}")
+    own = called.removeprefix("partial(").partition(",")[0].rpartition(".")[2]
+    short = "".join(letter if letter.isalnum() else "_" for letter in f"{own}_{law.name}")
     arguments = f"{called}, state"
     test = f"run_ranks({world_size}, {law_called}, {arguments})" if world_size else f"{law_called}({arguments})"
     imports = [line for line in dict.fromkeys((needed, law_needed)) if line]
+    imports += [f"import {name}" for name in ("pickle", "torch") if f"{name}." in called and f"{name}." not in state]
     return "\n".join([*imports, module(state, *names), "", "", f"def test_{short}():", f"    {test}", ""])
 
 
@@ -212,19 +217,27 @@ def _named(function: Any) -> tuple[str, str]:
     What cannot be imported is called by its name, for whoever pastes the test next to it.
     """
     if isinstance(function, functools.partial):
-        needed, called = _named(function.func)
-        options = [_shown(value) for value in function.args]
-        options += [f"{name}={_shown(value)}" for name, value in function.keywords.items()]
-        return f"from functools import partial\n{needed}".rstrip(), f"partial({', '.join([called, *options])})"
+        shown = [("", _named(function.func)), *(("", _shown(value)) for value in function.args)]
+        shown += [(f"{name}=", _shown(value)) for name, value in function.keywords.items()]
+        needed = dict.fromkeys(["from functools import partial", *(line for _, (line, _) in shown if line)])
+        return "\n".join(needed), f"partial({', '.join([name + called for name, (_, called) in shown])})"
     name = getattr(function, "__qualname__", "")
     short = name.rpartition(".")[2]
     if getattr(sys.modules["statetree"], short, None) is function:
         return "import statetree as st", f"st.{short}"
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function:
-        return f"from {module.__name__} import {name}", name
+    with contextlib.suppress(AttributeError):  # it is local to a function
+        if module is not None and module.__name__ != "__main__" and attrgetter(name)(module) is function:
+            return f"from {module.__name__} import {name.partition('.')[0]}", name
     return "", short if short.isidentifier() else "transform"
 
 
-def _shown(value: Any) -> str:
-    return _named(value)[1] if callable(value) else repr(value)
+def _shown(value: Any) -> tuple[str, str]:
+    if callable(value):
+        return _named(value)
+    with contextlib.suppress(ValueError, SyntaxError):
+        ast.literal_eval(repr(value))
+        return "", repr(value)
+    with contextlib.suppress(Exception):  # of what cannot be pickled
+        return "", literal(value)
+    return "", repr(value)

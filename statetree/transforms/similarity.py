@@ -11,6 +11,7 @@ from statetree.declare import phase
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
+from statetree.leaves.copying import parts_text
 from statetree.leaves.pairing import (
     LeafPairing,
     inner_differences,
@@ -225,7 +226,7 @@ def _unpack_both(
     for position, part_a, part_b in paired_parts(*sides):
         index = indices[position]
         if part_a is None or part_b is None:
-            differ(index, "parts", "taken apart differently", "taken apart differently")
+            differ(index, "parts", *(parts_text(side, position) for side in sides))
             continue
         a, b = sides[0].parts[part_a], sides[1].parts[part_b]
         if a.dtype != b.dtype or a.shape != b.shape:

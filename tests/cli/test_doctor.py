@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -51,6 +52,26 @@ def save_untied(state, path):
 
 def leaves_the_process(state):
     sys.exit(0)
+
+
+def takes_two(state, path):
+    return state
+
+
+def recurses(state):
+    return recurses(state)
+
+
+def raises_its_own(state):
+    class Own(BaseException):
+        pass
+
+    raise Own("x")
+
+
+def closes_stdout(state):
+    sys.stdout.close()
+    return dict(state)
 
 
 a_number = 3
@@ -110,6 +131,44 @@ def test_what_cannot_be_examined_is_told_so(arguments, message, statetree):
     ran = statetree("doctor", *arguments)
     assert ran.status == 2
     assert message.split(" .* ")[0] in ran.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (
+            "copy",
+            "takes_two",
+            "expected a copy that takes some of the states, got an error for each: TypeError: takes_t",
+        ),
+        (
+            "transform",
+            "takes_two",
+            "expected a transform that takes some of the states, got an error for each: TypeErr",
+        ),
+        ("copy", "recurses", "expected a copy that takes some of the states, got an error for each: RecursionError: m"),
+    ],
+)
+def test_what_refuses_every_check_is_not_judged(kind, name, said, statetree):
+    ran = statetree("doctor", "--as", kind, f"{HERE}:{name}")
+    assert ran.status == 2
+    assert f"doctor: {HERE}:{name} was not judged: {said}" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["copy", "transform"])
+def test_what_raises_no_exception_is_told_so(kind, statetree):
+    ran = statetree("doctor", "--as", kind, f"{HERE}:raises_its_own")
+    assert ran.status == 2
+    said = "expected one that returns, or raises an Exception"
+    assert f"doctor: {HERE}:raises_its_own raises a raises_its_own.<locals>.Own: {said}" in ran.err
+
+
+@pytest.mark.parametrize("options", [["--as", "copy"], ["--as", "transform"], []])
+def test_what_closes_the_output_is_told_so(options, statetree, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    ran = statetree("doctor", *options, f"{HERE}:closes_stdout")
+    assert ran.status == 2
+    assert f"doctor: {HERE}:closes_stdout closes sys.stdout: expected one that leaves it open" in ran.err
 
 
 def test_what_a_save_need_not_keep_is_listed_too(statetree):

@@ -489,6 +489,28 @@ def test_a_directory_that_is_not_yet_locked_is_not_taken_for_a_leftover(tmp_path
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_an_interrupt_as_a_checkpoint_is_closed_closes_no_other_file(tmp_path, monkeypatch):
+    close = os.close
+
+    def interrupted(handle):
+        close(handle)
+        raise KeyboardInterrupt
+
+    partial = series.Series(tmp_path).begin(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            partial.close()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(3)]  # one of them has the number that is free now
+    try:
+        partial.discard()
+        assert all(os.fstat(other) for other in others)
+    finally:
+        for other in others:
+            close(other)
+    assert names(tmp_path) == []
+
+
 def test_what_a_future_has_raised_is_not_raised_again(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("planted")

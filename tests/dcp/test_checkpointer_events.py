@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from datetime import timedelta
@@ -20,6 +21,7 @@ import statetree
 from statetree.dcp import Checkpointer, Event, schedule
 from statetree.dcp.series import bytes_in
 from statetree.testing import run_ranks
+from tests.pace import units
 
 
 def state_of(step):
@@ -260,6 +262,46 @@ def test_what_watches_does_not_stop_the_training(tmp_path, caplog):
         saved.save(1, state_of(1))
         assert saved.steps() == [1]
     assert "on_event failed with Event(kind='save', step=1" in caplog.text
+
+
+@pytest.mark.parametrize("is_closing", [True, False], ids=["while close waits", "while nobody waits"])
+@pytest.mark.parametrize("verb", ["save", "async_save", "restore", "close", "due", "result"])
+def test_what_on_event_calls_does_not_wait_for_the_save_that_calls_it(verb, is_closing, tmp_path):
+    futures, raised, may_call = [], [], threading.Event()
+    calls = {
+        "save": lambda: saved.save(5, state_of(5)),
+        "async_save": lambda: saved.async_save(5, state_of(5)),
+        "restore": lambda: saved.restore(),
+        "close": lambda: saved.close(),
+        "due": lambda: saved.due(5),
+        "result": lambda: futures[0].result(),
+    }
+
+    def answer(event):
+        if event.kind == "save":
+            may_call.wait(units(10))
+            with pytest.raises(statetree.CheckpointError, match=rf"{verb}: it would wait for .* Note there what to do"):
+                calls[verb]()
+            raised.append(verb)
+
+    saved = Checkpointer(tmp_path, on_event=answer, every=timedelta(hours=1))
+    futures.append(saved.async_save(1, state_of(1)))
+    threading.Timer(0.1 if is_closing else 0, may_call.set).start()
+    if not is_closing:
+        futures[0].result(units(10))
+        assert saved.restore()["step"] == 1
+    saved.close()
+    assert raised == [verb]
+    assert saved.steps() == [1]
+
+
+def test_what_on_event_calls_after_a_save_that_the_caller_waits_for(tmp_path):
+    restored = []
+    with Checkpointer(
+        tmp_path, on_event=lambda event: event.kind == "save" and restored.append(saved.restore())
+    ) as saved:
+        saved.save(1, state_of(1))
+    assert [state["step"] for state in restored] == [1]
 
 
 @pytest.mark.filterwarnings("ignore:.* is not above that of the latest checkpoint")

@@ -57,6 +57,24 @@ def test_complete_steps_are_uploaded_and_come_back_from_there(tmp_path, far):
     assert_trees_equal(st.load("memory://far/step-00000001"), state(1))
 
 
+def test_what_on_event_calls_does_not_wait_for_close_which_waits_for_the_upload(tmp_path, far):
+    answers, is_closing = [], threading.Event()
+
+    def answer(event):
+        if event.kind == "upload":
+            is_closing.wait(units(10))
+            with pytest.raises(st.CheckpointError, match=r"restore: the Checkpointer of .* is closed"):
+                saved.restore()
+            answers.append(event.step)
+
+    saved = Checkpointer(tmp_path, mirror="memory://far", on_event=answer)
+    saved.save(1, state(1))
+    threading.Timer(0.1, is_closing.set).start()
+    saved.close()
+    assert answers == [1]
+    assert mirrored(far) == ["step-00000001"]
+
+
 def test_the_newest_of_either_is_taken(tmp_path, far):
     with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
         saved.save(5, state(5))

@@ -31,13 +31,15 @@ def main(directory, every, *callbacks, **options):
     model = Model()
     data = torch.utils.data.TensorDataset(torch.arange(60.0).view(20, 3) / 60)
     loader = StatefulDataLoader(data, batch_size=4, shuffle="strategy" not in options)
+    options = {"enable_checkpointing": False, **options}
     io = CheckpointIO(f"{directory}/run", every=every, keep=2)
     trainer = pytorch.Trainer(
         accelerator="cpu", max_epochs=3, plugins=[io], callbacks=[Callback(), *callbacks], default_root_dir=directory,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(model, loader, ckpt_path=io.latest())
     print("weights", statetree.digest(model.state_dict()))
+    return trainer
 
 
 class Kill(pytorch.Callback):

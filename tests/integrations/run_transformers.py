@@ -20,14 +20,15 @@ def main(directory, *callbacks, data=None, **options):
     )
     model = transformers.GPT2LMHeadModel(config)
     data = data or [{"input_ids": row, "labels": row} for row in torch.randint(16, (40, 8))]
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "no", **options}
     args = transformers.TrainingArguments(
-        output_dir=f"{directory}/out", save_strategy="no", report_to=[], num_train_epochs=3, logging_strategy="no",
-        per_device_train_batch_size=4, learning_rate=0.01, use_cpu=True, disable_tqdm=True,
-        **{"gradient_accumulation_steps": 2, **options},
+        output_dir=f"{directory}/out", report_to=[], num_train_epochs=3, logging_strategy="no", use_cpu=True,
+        per_device_train_batch_size=4, learning_rate=0.01, disable_tqdm=True, **options,
     )  # fmt: skip
     saving = Callback(f"{directory}/run", every=2, keep=2)
     saving.checkpointer.save_on(signal.SIGTERM)
-    transformers.Trainer(model, args, train_dataset=data, callbacks=[saving, *callbacks]).train()
+    callbacks = [saving, *callbacks]
+    transformers.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
     print("weights", statetree.digest(model.state_dict()))
 
 
@@ -59,12 +60,23 @@ class Drawn(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
+plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "mode": "max"}}
+best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+OPTIONS = {
+    "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
+    "workers": {"data": Drawn(), "dataloader_num_workers": 1},
+    "preempted": {"accelerator_config": {"use_seedable_sampler": False}, "gradient_accumulation_steps": 1},
+    "evaluated": {"eval_strategy": "epoch", **plateau},  # as the loss falls, the rate does at each evaluation
+    "first": {
+        **best,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    },  # epoch's weights are loaded at the end
+    "last": best,
+}
+
 if __name__ == "__main__":
     _, directory, kill_at, *how = sys.argv
-    options = {
-        "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
-        "workers": {"data": Drawn(), "dataloader_num_workers": 1},
-        "preempted": {"accelerator_config": {"use_seedable_sampler": False}, "gradient_accumulation_steps": 1},
-    }.get("".join(how), {})
-    end = Preempt if how == ["preempted"] else Kill
+    options = {name: value for word in how for name, value in OPTIONS[word].items()}
+    end = Preempt if "preempted" in how else Kill
     main(directory, end(int(kill_at), directory), **options)

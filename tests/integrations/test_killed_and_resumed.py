@@ -17,6 +17,8 @@ RUNS = [
     ("transformers", 9, ["transformers", "accelerate"], []),
     ("transformers", 9, ["transformers", "accelerate"], ["unseeded"]),  # whose order comes from torch's random state
     ("transformers", 9, ["transformers", "accelerate"], ["workers"]),  # which draw what they read
+    ("transformers", 9, ["transformers", "accelerate"], ["evaluated"]),
+    ("transformers", 9, ["transformers", "accelerate"], ["first"]),
     ("lightning", 7, ["lightning", "torchdata"], ["3"]),  # in the middle of an epoch
     ("lightning", 9, ["lightning", "torchdata"], ["5"]),  # due at its end
     ("lightning", 7, ["lightning", "torchdata"], ["3", "ddp"]),
@@ -50,14 +52,22 @@ def test_a_killed_run_ends_as_if_it_had_not_been(name, kill_at, packages, more, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_at", [13, 9])  # within an epoch, and before the last step of one
-def test_a_preempted_run_goes_on_as_if_it_had_not_been(stop_at, tmp_path):
+@pytest.mark.parametrize(
+    ("stop_at", "saved", "more"),
+    [
+        (13, 14, []),  # within an epoch
+        (9, 10, []),  # before the last step of one
+        (13, 14, ["evaluated"]),
+        (13, 13, ["last"]),  # the weights of the best epoch are loaded before the run ends, and those are not saved
+    ],
+)
+def test_a_preempted_run_goes_on_as_if_it_had_not_been(stop_at, saved, more, tmp_path):
     if find_spec("transformers") is None or find_spec("accelerate") is None:
         pytest.skip("needs transformers, accelerate: make integration installs them")
-    whole = run("transformers", tmp_path / "whole", -1, "preempted")
-    assert run("transformers", tmp_path / "stopped", stop_at, "preempted") != whole
-    assert (tmp_path / "stopped" / "run" / f"step-{stop_at + 1:08}" / ".metadata").exists()
-    assert run("transformers", tmp_path / "stopped", -1, "preempted") == whole
+    whole = run("transformers", tmp_path / "whole", -1, "preempted", *more)
+    assert run("transformers", tmp_path / "stopped", stop_at, "preempted", *more) != whole
+    assert max(path.parent.name for path in tmp_path.glob("stopped/run/*/.metadata")) == f"step-{saved:08}"
+    assert run("transformers", tmp_path / "stopped", -1, "preempted", *more) == whole
 
 
 needs_transformers = pytest.mark.skipif(
@@ -100,6 +110,18 @@ def test_callbacks_whose_state_is_not_saved_are_named(tmp_path):
         main(tmp_path, Counting())
 
 
+@needs_transformers
+@pytest.mark.filterwarnings("default")
+def test_a_run_that_is_over_does_no_step_when_it_is_started_again(tmp_path, capsys):
+    from tests.integrations.run_transformers import main
+
+    for _ in range(3):
+        main(tmp_path, max_steps=7)  # five are an epoch
+    weights = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights")]
+    assert weights == weights[:1] * 3
+    assert [path.name for path in sorted(tmp_path.glob("run/step-*"))] == ["step-00000006", "step-00000007"]
+
+
 needs_lightning = pytest.mark.skipif(
     find_spec("lightning") is None or find_spec("torchdata") is None,
     reason="needs lightning and torchdata: make integration installs them",
@@ -114,6 +136,69 @@ def test_an_epoch_within_which_nothing_can_be_saved_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="save: nothing is saved before the run ends: an epoch is one step"):
         main(tmp_path, 3, accumulate_grad_batches=5)
     assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-00000003"]
+
+
+def trained_on(trainer, loader):
+    trainer.fit_loop.max_epochs += 2
+    trainer.fit(trainer.lightning_module, loader)
+    return statetree.digest(trainer.lightning_module.state_dict())
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("default")
+def test_one_plugin_serves_all_calls_of_a_trainer(tmp_path):
+    from tests.integrations.run_lightning import main
+
+    trainer = main(tmp_path / "without", 100)
+    without = trained_on(trainer, trainer.train_dataloader)
+    trainer = main(tmp_path, 3)
+    io = trainer.strategy.checkpoint_io
+    assert io.checkpointer.steps() == [12, 15]
+    assert trained_on(trainer, trainer.train_dataloader) == without
+    assert io.checkpointer.steps() == [21, 24]
+    trainer.save_checkpoint(tmp_path / "own")
+    saved = io.load_checkpoint(tmp_path / "own")["state_dict"]  # perhaps while it is being saved
+    assert statetree.digest(saved) == statetree.digest(trainer.lightning_module.state_dict())
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("default")
+def test_a_fit_after_a_validation_draws_its_own_numbers(tmp_path, monkeypatch):
+    import torch
+
+    from tests.integrations.run_lightning import Model, main
+
+    monkeypatch.setattr(Model, "validation_step", Model.training_step, raising=False)
+    digests = []
+    for name in ("without", "with"):
+        trainer = main(tmp_path / name, 3)
+        loader, path = trainer.train_dataloader, trainer.strategy.checkpoint_io.latest()
+        validated = torch.utils.data.DataLoader(loader.dataset, batch_size=4)
+        trainer.validate(trainer.lightning_module, validated, ckpt_path=path if name == "with" else None)
+        torch.manual_seed(1)
+        digests.append(trained_on(trainer, loader))
+    assert digests[0] == digests[1]
+
+
+@needs_lightning
+@pytest.mark.filterwarnings("default")
+def test_paths_that_lightning_names_are_found_as_long_as_their_steps_are_kept(tmp_path, monkeypatch):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.integrations.run_lightning import Model, main
+
+    monkeypatch.setattr(Model, "validation_step", Model.training_step, raising=False)
+    named = ModelCheckpoint(tmp_path / "named", save_top_k=-1, save_last=True)  # an epoch's step under two names
+    trainer = main(tmp_path, 15, named, enable_checkpointing=True)  # the last one is the callback's, too
+    io, model, loader = trainer.strategy.checkpoint_io, trainer.lightning_module, trainer.train_dataloader
+    for path, step in {"best": 15, named.last_model_path: 15, tmp_path / "named" / "epoch=1-step=10.ckpt": 10}.items():
+        trainer.validate(model, loader, ckpt_path=path)
+        saved = io.checkpointer.restore(step=step)["state_dict"]
+        assert statetree.digest(model.state_dict()) == statetree.digest(saved)
+    with pytest.raises(
+        statetree.CheckpointError, match=r"load: no step that is kept was saved as .*epoch=0-step=5\.ckpt"
+    ):
+        trainer.validate(model, loader, ckpt_path=tmp_path / "named" / "epoch=0-step=5.ckpt")
 
 
 @needs_lightning

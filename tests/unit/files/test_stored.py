@@ -455,6 +455,18 @@ def test_a_stored_tensor_says_what_it_is(tmp_path):
     assert Path
 
 
+@pytest.mark.parametrize("nbytes", [0, 20, 25, 48])
+def test_a_range_of_other_than_its_bytes_is_no_tensor(nbytes, tmp_path):
+    (tmp_path / "a.raw").write_bytes(bytes(range(64)))
+    file = opened(write({"w": bits(2)}, tmp_path / "a.pt")).files.open(tmp_path / "a.raw")
+    message = r"a\.raw: w: torch.float32 of shape \[2, 3\] does not fit .*: expected 24 bytes, got " + str(nbytes)
+    with pytest.raises(CheckpointError, match=message):
+        StoredTensor.at(file.part(4, nbytes, "w"), torch.float32, (2, 3))
+    stored = StoredTensor.at(file.part(4, 24, "w"), torch.float32, (2, 3))
+    assert stored.read().view(torch.uint8).flatten().tolist() == list(range(4, 28))
+    assert StoredTensor.at(file.part(4, 0, "w"), torch.float32, (2, 0)).read().shape == (2, 0)
+
+
 def test_a_format_without_its_methods_cannot_be_made():
     class Unfinished(CheckpointFormat):
         title = "unfinished file"

@@ -1,5 +1,7 @@
 """``comparing``: tensors without memory are seen, wherever they begin and however many there are."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
@@ -66,3 +68,36 @@ def test_elements_that_python_has_no_number_for_are_shown_as_bits(dtype):
     one, other = (torch.tensor(bits, dtype=torch.uint8).view(dtype) for bits in ([1, 0x2A], [1, 0x2B]))
     report = st.similarity({"w": one}, {"w": other}, values=True)
     assert "value differs at w: 0x2a at index (1,) (1 of 2 elements differ) against 0x2b at index (1,)" in str(report)
+
+
+class Shelf:
+    def __init__(self, *held):
+        self.held = held
+
+
+class ShelfType(st.LeafType):
+    def unpack(self, value):
+        return value.held, None
+
+    def pack(self, context, parts):
+        return Shelf(*parts)
+
+
+st.register_leaf_type(Shelf, ShelfType())
+
+
+def test_the_parts_are_told_of_leaves_that_are_taken_apart_differently():
+    one, two, many = Shelf(ramp(2)), Shelf(ramp(2), ramp(3).int()), Shelf(*map(ramp, range(5)))
+    texts = {
+        one: "1 part (torch.float32 (2,))",
+        two: "2 parts (torch.float32 (2,), torch.int32 (3,))",
+        many: "5 parts (torch.float32 (0,), torch.float32 (1,), torch.float32 (2,), …)",
+        Shelf(): "0 parts",
+    }
+    for left, right in permutations(texts, 2):
+        (found,) = st.similarity({"w": left}, {"w": right}).differences
+        assert str(found) == f"parts differs at w: {texts[left]} against {texts[right]}"
+        with pytest.raises(st.TreeMismatch) as caught:
+            st.copy_into({"w": left}, {"w": right})
+        said = f"expected {texts[right]}, got {texts[left]}, taken apart differently."
+        assert f"parts differs at w: {said}" in str(caught.value)

@@ -358,6 +358,16 @@ def test_what_pack_raises_becomes_an_unsupported_leaf_with_its_path():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [{"unpack": raises}, {"pack": raises}, {"unpack": lambda self, value: ((part for part in [value.values]), None)}],
+    ids=["unpack raises", "pack raises", "unpack returns a generator"],
+)
+def test_what_is_registered_is_not_to_be_registered(functions):
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x\.0 .*Error: .*\. Look at its leaf type\.$"):
+        repacked(registered_with(**functions))
+
+
 @pytest.mark.parametrize("result", [None, 5, [], ([],), (5, None), ([1, 2, 3], None, None)])
 def test_an_unpack_that_returns_something_else(result):
     with pytest.raises(st.UnsupportedLeaf, match=r"x\.0"):

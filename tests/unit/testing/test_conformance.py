@@ -1,6 +1,7 @@
 """``conformance`` finds each fault that it knows in an implementation that has it, and none in statetree."""
 
 import copy
+import threading
 from functools import partial
 
 import pytest
@@ -60,6 +61,7 @@ COPIES = [
     equal_tensors_tied,
     lambda tree: {key: value.clone() if type(value) is torch.Tensor else value for key, value in tree.items()},
     lambda tree: tree if "w" not in tree else written(tree),
+    lambda tree: {key: copy.deepcopy(tree[key]) for key in list(tree)[:30]},
 ]
 
 
@@ -118,7 +120,24 @@ class Aliases(Keeps):
         return state
 
 
+class CopiesOnce(Keeps):
+    """Copies each tensor once, or whenever torch's counter of its versions says that it has changed."""
+
+    def stage(self, state):
+        def one(leaf):
+            if not isinstance(leaf, torch.Tensor):
+                return copy.deepcopy(leaf)
+            version, kept = self.kept.get(self.key(leaf), (None, None))
+            if version != leaf._version:
+                kept = copy.deepcopy(leaf)
+                self.kept[self.key(leaf)] = leaf._version, kept
+            return copy.deepcopy(kept)
+
+        return st.map_leaves(one, state)
+
+
 STAGERS = [
+    lambda: CopiesOnce(id),
     lambda: Keeps(lambda path, leaf: str(path)),
     lambda: Freezes(None),
     lambda: Frees(None),
@@ -152,10 +171,34 @@ def emptied(state):
     return result
 
 
+KEPT = {}
+
+
+def into_the_same_memory(state):
+    """Gather into what the last gather of tensors of the same names and shapes returned."""
+    made = st.gather(state)
+    key = [(name, leaf.dtype, leaf.shape) for name, leaf in made.items() if isinstance(leaf, torch.Tensor)]
+    kept = KEPT.setdefault(str(key), made)
+    return kept if kept is made else st.copy_into(made, kept)
+
+
+def over_the_first_dim_alone(state):
+    """Gather what lies over meshes of one dim, and sum up what is to be reduced."""
+    from torch.distributed.tensor import DTensor
+
+    def one(leaf, whole):
+        is_other = isinstance(leaf, DTensor) and (leaf.device_mesh.ndim > 1 or leaf.placements[0].is_partial("max"))
+        return torch.zeros_like(whole) if is_other else whole
+
+    return st.map_leaves(one, state, st.gather(state))
+
+
 @pytest.mark.slow
 def test_each_fault_of_gathers_is_found_in_a_gather_that_has_it():
-    found = [set(conformance(gather=gather).failed) for gather in (shard_alone, apart, emptied)]
-    assert found[1:] == [{"tied_shards"}, {"shards_changed", "replicated_tensors"}]
+    gathers = (shard_alone, apart, emptied, into_the_same_memory, over_the_first_dim_alone)
+    found = [set(conformance(gather=gather).failed) for gather in gathers]
+    assert found[1:3] == [{"tied_shards"}, {"shards_changed", "replicated_tensors", "gathered_again"}]
+    assert found[3:] == [{"gathered_again"}, {"partials_of_other_kinds", "meshes_of_two_dims"}]
     assert set().union(*found) == {fault.name for fault in FAULTS if fault.kind == "gather"}
 
 
@@ -222,6 +265,24 @@ class Ring(Keeps):
             self.kept[number, True] = made
         self.kept[len(self.kept)] = None
         return made
+
+
+class Late(Keeps):
+    """Returns what it writes once more a moment later."""
+
+    def stage(self, state):
+        def one(leaf):
+            kept = copy.deepcopy(leaf)
+            if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor and leaf.numel() > 1000:
+                self.kept[len(self.kept)] = timer = threading.Timer(0.03, lambda: kept.copy_(leaf))
+                timer.start()
+            return kept
+
+        return st.map_leaves(one, state)
+
+
+def test_a_stager_that_copies_late_is_found():
+    assert "torn_snapshot" in conformance(stager=lambda: Late(None)).failed
 
 
 class ReusesIntegers(Keeps):

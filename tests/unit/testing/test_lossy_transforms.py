@@ -40,6 +40,11 @@ LOSSES = {
 RARER = {
     "complex128 through complex64": through(torch.complex128, torch.complex64),
     "sign of zero in complex64": lambda leaf: leaf + 0 if leaf.dtype is torch.complex64 else leaf,
+    "sign of zero in float16": lambda leaf: leaf + 0 if leaf.dtype is torch.float16 else leaf,
+    "sign of zero in bfloat16": lambda leaf: leaf + 0 if leaf.dtype is torch.bfloat16 else leaf,
+    "infinity in float16": clamped(torch.float16, max=60_000),
+    "infinity in bfloat16": clamped(torch.bfloat16, max=1e30),
+    "NaN in complex64": lambda leaf: leaf.nan_to_num(1.0) if leaf.dtype is torch.complex64 else leaf,
     "uint8 through int8": lambda leaf: leaf.clamp(max=127) if leaf.dtype is torch.uint8 else leaf,
     "int16 through int8": through(torch.int16, torch.int8),
     "uint8 above 200": clamped(torch.uint8, max=200),

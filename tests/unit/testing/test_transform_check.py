@@ -214,6 +214,70 @@ def test_a_partial_is_called_in_a_counter_example():
         run(source)
 
 
+def passed(tree, option):
+    return tree
+
+
+class Passing:
+    @staticmethod
+    def on(tree):
+        return tree
+
+
+OPTIONS = (
+    *(torch.device("cpu"), torch.float16, torch.Size([1]), float("inf"), torch.ones(2), {"a": [1, None]}),
+    *(passed, [passed], st.offload),
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=range(len(OPTIONS)))
+def test_the_options_of_a_partial_can_be_pasted(option):
+    source = check_transform(partial(passed, option=option), examples=2)["independent"].source
+    assert "def test_passed_independent():" in source
+    with pytest.raises(AssertionError, match="the trees are not independent"):
+        run(source)
+
+
+def test_a_static_method_can_be_pasted():
+    source = check_transform(Passing.on, examples=2)["independent"].source
+    assert f"from {__name__} import Passing" in source
+    with pytest.raises(AssertionError, match="the trees are not independent"):
+        run(source)
+
+
+def with_history(tree):
+    return st.map_leaves(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf, st.offload(tree))
+
+
+def test_results_that_are_no_leaves_of_autograd_are_found():
+    report = check_transform(with_history, examples=60)
+    assert "history of autograd differs" in report["geometry"].error
+    assert check_transform(st.offload, laws=["geometry"], examples=60)
+
+
+def keeping_the_first():
+    known = {}
+
+    def transform(tree):
+        made = st.offload(tree)
+        key = str(st.map_leaves(lambda leaf: getattr(leaf, "shape", leaf), made))
+        return known.setdefault(key, made)
+
+    return transform
+
+
+def test_what_returns_an_earlier_result_is_found():
+    assert "values" in check_transform(keeping_the_first(), examples=5).broken
+    with pytest.raises(AssertionError, match="not kept in a second call"):
+        laws.values(keeping_the_first(), lambda: {"w": torch.arange(3.0)})
+
+
+def test_states_that_a_law_is_given_twice_are_left_alone():
+    state = {"w": torch.arange(3.0)}
+    laws.values(st.offload, lambda: state)
+    assert state["w"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_source_code_makes_the_state():
     for state in [*map(code, STATES), *drawn_states(None, 150, 1)]:
         names = {}
@@ -277,13 +341,82 @@ def shards_only(tree):
     return st.map_leaves(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, tree)
 
 
+def shards_as(dtype, *others):
+    """Return a gather that sends shards of some dtypes as ones of another."""
+    from torch.distributed.tensor import DTensor
+
+    def gather(tree):
+        def narrow(leaf):
+            if not isinstance(leaf, DTensor) or leaf.dtype not in others:
+                return leaf
+            local = leaf.to_local().to(dtype)
+            return DTensor.from_local(
+                local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+            )
+
+        whole = st.gather(st.map_leaves(narrow, tree))
+        return st.map_leaves(lambda made, leaf: made.to(leaf.dtype) if isinstance(leaf, DTensor) else made, whole, tree)
+
+    return gather
+
+
+def through_bfloat16(tree):
+    return shards_as(torch.bfloat16, torch.float32)(tree)
+
+
+def through_int8(tree):
+    return shards_as(torch.int8, torch.int64)(tree)
+
+
+def without_signs_of_zero(tree):
+    return st.map_leaves(lambda leaf: leaf + 0 if isinstance(leaf, torch.Tensor) else leaf, st.gather(tree))
+
+
+def without_payloads(tree):
+    def one(leaf):
+        plain = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize > 1
+        return leaf.nan_to_num(float("nan"), float("inf"), float("-inf")) if plain else leaf
+
+    return st.map_leaves(one, st.gather(tree))
+
+
+def summands(tree):
+    from torch.distributed.tensor import DTensor
+
+    def one(leaf, whole):
+        return leaf.to_local() if isinstance(leaf, DTensor) and leaf.placements[0].is_partial() else whole
+
+    return st.map_leaves(one, tree, st.gather(tree))
+
+
+def each_by_itself(tree):
+    from torch.distributed.tensor import DTensor
+
+    return st.map_leaves(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gather", "law"),
+    [
+        *((made, "global_values") for made in (through_bfloat16, through_int8, without_signs_of_zero, summands)),
+        (without_payloads, "global_values"),
+        (each_by_itself, "ties"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_gather_that_loses_something_is_found(gather, law):
+    with pytest.raises(AssertionError, match=f"{law} does not hold"):
+        check_transform(gather, laws=[law], ranks=2, examples=20)
+
+
 @pytest.mark.slow
 def test_a_collective_is_called_on_real_ranks():
     report = check_transform(gathered, ranks=(1, 2), examples=12)
     assert report, str(report)
     assert report["global_values"].examples == 24
     report = check_transform(shards_only, ranks=(1, 2), examples=12)
-    assert report.broken == ["global_values"]
+    assert report.broken == ["global_values", "ties"]
     source = report["global_values"].source
     assert "run_ranks(2, laws.global_values, shards_only, state)" in source
     assert "Layout(shape=(" in source
