@@ -328,7 +328,7 @@ def doctor(name: str, kind: str | None, load: str | None) -> int:
 
     A stager is a class, or a function that makes one; a save is a function of a state and a path. Without --as, the
     kind is guessed. A transform may break a law on purpose: that is yours to judge. It needs the extra testing. The
-    exit status is 0 if nothing is wrong, and 1 if something is.
+    exit status is 0 if nothing is wrong, 1 if something is, and 2 if it takes none of the states.
 
     \b
     Examples:

@@ -170,6 +170,11 @@ class SaveFuture(Future[None]):
             self._is_delivered = self.done()  # else it was the waiting that failed
             raise
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, and return what went wrong."""
+        self.check_thread("exception")
+        return super().exception(timeout)
+
     def undelivered(self) -> BaseException | None:
         """Return what went wrong, unless ``result`` has raised it. The save is done."""
         return None if self._is_delivered else self.exception()

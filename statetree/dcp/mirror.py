@@ -111,6 +111,8 @@ class MirroredSeries(Series):
     def wait(self) -> None:
         """Wait until what is being uploaded is there, or has failed."""
         thread = self._thread
+        if thread is threading.current_thread():  # in on_event
+            raise CheckpointError("close: it would wait for the upload that calls on_event: expected another thread.")
         if thread is not None:
             thread.join()
 

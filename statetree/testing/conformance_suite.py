@@ -172,7 +172,7 @@ def _of_function(fault: SilentFault, function: Function) -> tuple[str, str]:
 
 
 def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
-    stager = StagerAdapter(make(), guarded)
+    stager = StagerAdapter(guarded(make)(), guarded)
     try:
         fault.check(stager.copied if fault.kind == COPY else stager)
     finally:

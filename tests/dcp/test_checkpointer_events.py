@@ -265,7 +265,7 @@ def test_what_watches_does_not_stop_the_training(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("is_closing", [True, False], ids=["while close waits", "while nobody waits"])
-@pytest.mark.parametrize("verb", ["save", "async_save", "restore", "close", "due", "result"])
+@pytest.mark.parametrize("verb", ["save", "async_save", "restore", "close", "due", "result", "exception"])
 def test_what_on_event_calls_does_not_wait_for_the_save_that_calls_it(verb, is_closing, tmp_path):
     futures, raised, may_call = [], [], threading.Event()
     calls = {
@@ -275,6 +275,7 @@ def test_what_on_event_calls_does_not_wait_for_the_save_that_calls_it(verb, is_c
         "close": lambda: saved.close(),
         "due": lambda: saved.due(5),
         "result": lambda: futures[0].result(),
+        "exception": lambda: futures[0].exception(),
     }
 
     def answer(event):

@@ -65,6 +65,8 @@ def test_what_on_event_calls_does_not_wait_for_close_which_waits_for_the_upload(
             is_closing.wait(units(10))
             with pytest.raises(st.CheckpointError, match=r"restore: the Checkpointer of .* is closed"):
                 saved.restore()
+            with pytest.raises(st.CheckpointError, match="close: it would wait for the upload that calls on_event"):
+                saved.close()
             answers.append(event.step)
 
     saved = Checkpointer(tmp_path, mirror="memory://far", on_event=answer)

@@ -326,6 +326,11 @@ def test_an_error_is_not_silent():
         conformance()
 
 
+def test_a_stager_that_cannot_be_made_is_not_silent():
+    report = conformance(stager=lambda: st.Stager(no_such_option=True))
+    assert {verdict.outcome for verdict in report.verdicts} == {"refuses"}
+
+
 def test_a_stager_may_return_futures():
     with st.Stager() as stager:
 
