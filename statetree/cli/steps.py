@@ -59,7 +59,11 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
             step["saved"], step["bytes"] = _saved(path)
         except FileNotFoundError:
             continue  # it was removed meanwhile
+        except OSError as error:
+            step["error"] = f"it cannot be looked at: {error}"
         found.append(step)
+        if "error" in step:
+            continue
         try:
             manifest = read_manifest(path)
             found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -23,7 +23,8 @@ from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
@@ -154,7 +155,7 @@ class SaveFuture(Future[None]):
         self._mark = mark
 
     def check_thread(self, verb: str) -> None:
-        """Raise ``CheckpointError`` on the thread that the save runs on: whoever waits there waits for ever."""
+        """Raise ``CheckpointError`` on the thread that the save runs on: waiting there would deadlock."""
         if not self.done() and getattr(_here, "mark", None) is self._mark:
             raise CheckpointError(
                 f"{verb}: it would wait for a save of the thread that it is called on: expected another, got that in "
@@ -219,19 +220,19 @@ def _taken(held: list[Any]) -> Any:
 
 
 class RunningSave:
-    """The save in the background of a series, of which there is one at a time; and whose turn it is to call."""
+    """The save in the background of a series, of which there is one at a time, and the lock of calls that may wait."""
 
     def __init__(self) -> None:
         self.future: SaveFuture | None = None
         self._calling = threading.RLock()
 
-    @contextmanager
-    def turn(self, verb: str) -> Iterator[None]:
-        """Make one call at a time; raise ``CheckpointError`` where it would wait for the save that it is made from."""
-        self._check_thread(verb)  # before: whoever has the turn may be waiting for this thread
-        with self._calling:
-            self._check_thread(verb)  # after: whoever had it may have just begun the save that tells of itself here
-            yield
+    def turn(self, verb: str) -> AbstractContextManager[Any]:
+        """Return the lock of calls; raise ``CheckpointError`` on the save's own thread, which its holder may wait for.
+
+        It is asked once more before a call waits: the save may have begun while the lock was waited for.
+        """
+        self._check_thread(verb)
+        return self._calling
 
     def _check_thread(self, verb: str) -> None:
         if self.future is not None:
@@ -239,11 +240,13 @@ class RunningSave:
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""
+        self._check_thread(verb)
         if self.future is not None:
-            on_all_ranks(verb, ranks_of(verb, group), self.raise_error)
+            on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
 
-    def raise_error(self) -> None:
+    def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""
+        self._check_thread(verb)
         if self.future is None:
             return
         wait([self.future])  # an interrupt while waiting leaves it to the next call

@@ -349,11 +349,11 @@ class Checkpointer(Schedule):
             CheckpointError: If a save in the background failed, and no call has raised that yet.
         """
         with ExitStack() as afterwards, self._running.turn("close"):
-            if self._mirror is not None:  # whose thread tells of uploads, which others may answer with a call
+            if self._mirror is not None:  # without the lock: events of its uploads may call this checkpointer
                 afterwards.callback(self._mirror.wait)
             self._give_back()
             try:
-                self._running.raise_error()  # this rank's own: not every rank need close
+                self._running.raise_error("close")  # this rank's own: not every rank need close
             finally:
                 if self._owns_stager:
                     self._stager.close()

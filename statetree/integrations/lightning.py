@@ -19,16 +19,16 @@ class CheckpointIO(pytorch.plugins.CheckpointIO):
     """Saves what Lightning saves as ``step-…`` in ``directory``, in the background: a plugin for one device, or DDP."""
 
     def __init__(self, directory: Any, **options: Any) -> None:
-        self._new, self._paths = partial(Checkpointer, directory, **options), dict[str, int]()  # those of the last step
+        self._new = partial(Checkpointer, directory, **options)
 
     @cached_property
     def checkpointer(self) -> Checkpointer:  # of this process alone: made when the process groups are
+        self._paths: dict[str, int] = {}  # under which the step that was saved last was saved
         return self._new(process_group=new_gloo_group(None) if has_process_group() else None)
 
     def latest(self) -> Path | None:
         """Return the latest checkpoint, if there is one, for ``trainer.fit(ckpt_path=...)``."""
-        found = self._new()  # another one: this is asked before there are groups
-        return found.path() if found.steps() else None
+        return found.path() if (found := self._new()).steps() else None  # another one: there may be no groups yet
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         made, step = self.checkpointer, checkpoint["global_step"]

@@ -63,7 +63,7 @@ class Callback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         control.should_training_stop &= not self._is_skipped  # a trainer that sees no batch thinks there are none
-        if self._is_skipped or (self.checkpointer.signalled and state.global_step % self._steps):  # it ends elsewhere
+        if self._is_skipped or (self.checkpointer.signalled and state.global_step % self._steps):  # here no epoch ends
             control.should_evaluate = control.should_log = control.should_save = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

@@ -29,8 +29,7 @@ def assert_trees_equal(a: Any, b: Any, *, ties: bool = True, storages: bool = Tr
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
     bits of elements. Objects of unknown classes are compared by what pickle would make of them; what cannot be taken
-    apart equals itself alone. A leaf of autograd in ``a`` must be one in ``b``, but not the other way round: transforms
-    return leaves. Not compared are the devices, gradients and hooks of tensors.
+    apart equals itself alone. Not compared are the devices, gradients, hooks and history of tensors.
 
     Args:
         a: Any value.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 STRUCTURE, GEOMETRY, VALUES, TIES = "structure", "geometry", "values", "ties"
 #: The fact that says what no other one does.
 CONTENTS = "contents"
-#: Whether autograd knows how a tensor was computed. A result has no history, even if what it was made of has one.
-HISTORY = "history of autograd"
 #: The same of an object of which no more is known.
 OBJECT = "object"
 #: What is taken apart into tensors that are made anew each time.
@@ -40,7 +38,6 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda tensor: _sizes(tensor.shape),
     "strides": lambda tensor: _sizes(tensor.stride()),
     "requires_grad": lambda tensor: tensor.requires_grad,
-    HISTORY: lambda tensor: not tensor.is_leaf,
     "conjugate bit": lambda tensor: tensor.is_conj(),
     "negative bit": lambda tensor: tensor.is_neg(),
     "is_meta": lambda tensor: tensor.is_meta,

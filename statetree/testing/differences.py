@@ -9,18 +9,7 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.spans.sums import ALL, piece_sums
-from statetree.testing.contents import (
-    CONTENTS,
-    GEOMETRY,
-    HISTORY,
-    STRUCTURE,
-    TENSORS,
-    TIES,
-    VALUES,
-    TreePlace,
-    entries,
-    shown,
-)
+from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
 from statetree.transforms.similarity import short_repr, similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
@@ -140,7 +129,7 @@ def _unlike(place: str, pair: tuple[TreePlace, TreePlace]) -> Iterator[Finding]:
     unlike = [
         (name, aspect, fact, other.facts[name][1])
         for name, (aspect, fact) in one.facts.items()
-        if name in other.facts and not same_value(fact, other.facts[name][1]) and (name != HISTORY or not fact)
+        if name in other.facts and not same_value(fact, other.facts[name][1])
     ]
     for name, aspect, fact, its in unlike:
         if name != CONTENTS or (is_same_type and len(unlike) == 1):  # else it only says so once more

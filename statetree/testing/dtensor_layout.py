@@ -63,7 +63,7 @@ class Layout:
             raise ValueError(f"Layout: elements: expected one of {ELEMENTS} (counted, of P), got {self.elements!r}.")
 
     def full(self) -> torch.Tensor:
-        """Return the whole tensor. Its elements are unique by position, as far as there are so many."""
+        """Return the whole tensor. Its elements are unique by position, unless the dtype has too few values."""
         sizes = [size for size, kind in zip(mesh_shape(self.mesh), self.placements, strict=True) if kind == "P"]
         return self._weighted(math.prod(size * (size + 1) // 2 for size in sizes))
 

@@ -93,14 +93,13 @@ def meshes_of_two_dims(gather: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     size, whole = dist.get_world_size(), torch.arange(6.0 * dist.get_world_size()).view(-1, 3)
-    meshes = [init_device_mesh("cpu", shape) for shape in ((1, size), (size, 1))]
-    spread = [
-        distribute_tensor(whole, meshes[0], [Replicate(), Shard(0)]),
-        distribute_tensor(whole, meshes[1], [Shard(0), Shard(1)]),
-    ]
-    result = gather({f"w{at}": tensor for at, tensor in enumerate(spread)})
-    for at in range(2):
-        assert result[f"w{at}"].tolist() == whole.tolist(), (at, result[f"w{at}"])
+    shapes = [(1, size), (size, 1), *([(2, size // 2)] if size % 2 == 0 else [])]
+    meshes = {f"mesh {shape}": init_device_mesh("cpu", shape) for shape in shapes}
+    spread = {f"{name}, R S": distribute_tensor(whole, mesh, [Replicate(), Shard(0)]) for name, mesh in meshes.items()}
+    spread |= {f"{name}, S S": distribute_tensor(whole, mesh, [Shard(0), Shard(1)]) for name, mesh in meshes.items()}
+    result = gather(spread)
+    for name in spread:
+        assert result[name].tolist() == whole.tolist(), (name, result[name])
 
 
 def gathered_again(gather: Any) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
+
 from statetree import compose
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import holds_tensor
 from statetree.testing.assertions import Watch, assert_independent, assert_pure, assert_trees_equal
-from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES, entries
+from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES, entries, shown
 from statetree.testing.differences import differences, lost, raise_for
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten_for_copy, unflatten
@@ -72,9 +74,10 @@ def _filled(tree: Any) -> Any:
     """Return a copy of a tree whose elements are ones, as far as that can be done."""
     tree = offload(tree)
     for place in entries(tree).values():
-        if place.elements is not None:
+        numbers = place.elements  # of other dtypes some are indices, in a sparse tensor
+        if numbers is not None and (numbers.is_floating_point() or numbers.is_complex()):
             with contextlib.suppress(RuntimeError):
-                place.elements.fill_(1)
+                numbers.fill_(1)
     return tree
 
 
@@ -94,13 +97,12 @@ def _not_kept(aspect: str, given: Any, result: Any) -> list[str]:
 
 
 def _keep_values(name: str, transform: Transform, state: Make, seen: Callable[[Any], Any]) -> None:
-    """Compare what is seen of results. What keeps elements of a call may return them when others are given."""
+    """Compare what is seen of results, of two calls: a transform may cache elements of the first and return them."""
     result, given = transform(state()), state()
     raise_for(f"{name}: not kept", _not_kept(VALUES, seen(given), seen(result)))
     try:
-        given = _filled(state())
-        result = transform(given)
-    except Exception:  # whatever it does not take, ones are no state
+        result, given = transform(_filled(state())), _filled(state())
+    except Exception:  # it may refuse a state of ones
         return
     raise_for(f"{name}: not kept in a second call", _not_kept(VALUES, seen(given), seen(result)))
 
@@ -142,8 +144,18 @@ def stable(transform: Transform, state: Make) -> None:
 
 
 structure = _keeps("structure", "Containers keep types, keys, order and attributes.", STRUCTURE)
-geometry = _keeps("geometry", "Tensors keep class, dtype, shape, strides and flags.", GEOMETRY)
 ties = _keeps("ties", "Leaves share storages exactly if they did.", TIES)
+
+
+@_law
+def geometry(transform: Transform, state: Make) -> None:
+    """Tensors keep class, dtype, shape, strides and flags, and stay leaves of autograd."""
+    result, given = transform(state()), state()
+    left, right = ({path: place.value for path, place in entries(tree).items()} for tree in (given, result))
+    tensors = [path for path, value in right.items() if isinstance(value, torch.Tensor) and path in left]
+    found = [shown(path) for path in tensors if getattr(left[path], "is_leaf", True) and not right[path].is_leaf]
+    computed = [f"history of autograd differs at {path}: a leaf against none" for path in found]
+    raise_for("geometry: not kept", _not_kept(GEOMETRY, given, result) + computed)
 
 
 @_law

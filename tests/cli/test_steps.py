@@ -11,6 +11,7 @@ import torch
 
 from statetree.dcp import Checkpointer
 from statetree.dcp.series import Series
+from statetree.files.remote import RemotePath
 
 
 @pytest.fixture
@@ -93,6 +94,25 @@ def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree):
     assert re.fullmatch(
         r".*/mirror: 1 complete checkpoints, \d+\.\d KiB", statetree("show", mirror).out.splitlines()[0]
     )
+
+
+def test_a_step_of_a_mirror_that_cannot_be_looked_at_is_listed(tmp_path, statetree, monkeypatch):
+    mirror = f"file://{tmp_path}/mirror"
+    with Checkpointer(tmp_path / "run", mirror=mirror) as saved:
+        saved.save(1, {"w": torch.zeros(10)})
+        saved.save(2, {"w": torch.zeros(10)})
+    asked = RemotePath.info
+
+    def info(place):
+        if "step-00000002" in place.path:
+            raise PermissionError("not yours")
+        return asked(place)
+
+    monkeypatch.setattr(RemotePath, "info", info)
+    first, second = statetree("show", "--json", mirror).json["steps"]
+    assert "error" not in first
+    assert second["step"] == 2
+    assert "not yours" in second["error"]
 
 
 def test_a_step_that_is_removed_meanwhile_is_not_listed(run, statetree, monkeypatch):

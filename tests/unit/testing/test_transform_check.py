@@ -272,6 +272,39 @@ def test_what_returns_an_earlier_result_is_found():
         laws.values(keeping_the_first(), lambda: {"w": torch.arange(3.0)})
 
 
+def consuming(tree):
+    made = st.offload(tree)
+    for leaf in st.flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            leaf.data.zero_()
+    return made
+
+
+def rebuilt(tree):
+    def one(leaf):
+        if not leaf.is_sparse:
+            return leaf.clone()
+        return torch.sparse_coo_tensor(
+            leaf._indices().clone(), leaf._values().clone(), leaf.shape, check_invariants=True, is_coalesced=True
+        )
+
+    return st.map_leaves(one, tree)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_what_gives_up_its_input_and_what_is_sparse_keep_values():
+    laws.values(consuming, lambda: {"w": torch.arange(4.0)})
+    laws.values(rebuilt, lambda: {"s": torch.eye(3).to_sparse(), "w": torch.arange(4.0)})
+
+
+def test_a_round_trip_may_have_a_history():
+    laws.makes_again(
+        lambda tree: {"w": tree["w"].float()},
+        lambda tree: {"w": tree["w"].double()},
+        lambda: {"w": torch.arange(3.0).requires_grad_()},
+    )
+
+
 def test_states_that_a_law_is_given_twice_are_left_alone():
     state = {"w": torch.arange(3.0)}
     laws.values(st.offload, lambda: state)
