@@ -401,16 +401,22 @@ def through_int8(tree):
     return shards_as(torch.int8, torch.int64)(tree)
 
 
+def of_shards(change, tree):
+    """Gather, and change what was distributed, of floating point."""
+    from torch.distributed.tensor import DTensor
+
+    def one(leaf, whole):
+        return change(whole) if isinstance(leaf, DTensor) and leaf.is_floating_point() else whole
+
+    return st.map_leaves(one, tree, st.gather(tree))
+
+
 def without_signs_of_zero(tree):
-    return st.map_leaves(lambda leaf: leaf + 0 if isinstance(leaf, torch.Tensor) else leaf, st.gather(tree))
+    return of_shards(lambda whole: whole + 0, tree)
 
 
 def without_payloads(tree):
-    def one(leaf):
-        plain = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize > 1
-        return leaf.nan_to_num(float("nan"), float("inf"), float("-inf")) if plain else leaf
-
-    return st.map_leaves(one, st.gather(tree))
+    return of_shards(lambda whole: whole.nan_to_num(float("nan"), float("inf"), float("-inf")), tree)
 
 
 def summands(tree):
