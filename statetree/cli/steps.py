@@ -57,19 +57,14 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
         step = {"step": number, "name": path.name, "saved": "", "bytes": 0, "metric": None, "metadata": {}}
         try:
             step["saved"], step["bytes"] = _saved(path)
+            manifest = read_manifest(path)
+            step |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
+            step |= {"verified": verified(opened(path, skip_foreign=True))} if verify else {}
         except FileNotFoundError:
             continue  # it was removed meanwhile
-        except OSError as error:
-            step["error"] = f"it cannot be looked at: {error}"
+        except (CheckpointError, OSError) as error:
+            step["error"] = str(error)
         found.append(step)
-        if "error" in step:
-            continue
-        try:
-            manifest = read_manifest(path)
-            found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
-            found[-1] |= {"verified": verified(opened(path, skip_foreign=True))} if verify else {}
-        except CheckpointError as error:
-            found[-1]["error"] = str(error)
     return found
 
 

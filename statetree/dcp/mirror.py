@@ -112,7 +112,8 @@ class MirroredSeries(Series):
         """Wait until what is being uploaded is there, or has failed."""
         thread = self._thread
         if thread is threading.current_thread():  # in on_event
-            raise CheckpointError("close: it would wait for the upload that calls on_event: expected another thread.")
+            msg = "close: it would wait for the upload that calls on_event: expected another thread, got the upload's."
+            raise CheckpointError(f"{msg} Close it in the training loop.")
         if thread is not None:
             thread.join()
 

@@ -93,7 +93,7 @@ def meshes_of_two_dims(gather: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     size, whole = dist.get_world_size(), torch.arange(6.0 * dist.get_world_size()).view(-1, 3)
-    shapes = [(1, size), (size, 1), *([(2, size // 2)] if size % 2 == 0 else [])]
+    shapes = [(1, size), (size, 1), *([(2, size // 2)] if size > 2 and size % 2 == 0 else [])]
     meshes = {f"mesh {shape}": init_device_mesh("cpu", shape) for shape in shapes}
     spread = {f"{name}, R S": distribute_tensor(whole, mesh, [Replicate(), Shard(0)]) for name, mesh in meshes.items()}
     spread |= {f"{name}, S S": distribute_tensor(whole, mesh, [Shard(0), Shard(1)]) for name, mesh in meshes.items()}
