@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from statetree.testing.dtensor_layout import LOCAL_GEOMETRIES, SUMMED, Layout, mesh_shape, over_later_dims
 from statetree.testing.elements import ELEMENTS
-from statetree.testing.strategies import shapes
+from statetree.testing.strategies import check_some_of, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,7 @@ def layouts(
         elements: Which elements they may have, as ``Layout`` has them. By default they are counted, so that two
             layouts of one shape have the same. (``torch.equal`` does not take ``nan`` for itself.)
     """
+    check_some_of("elements", elements, ELEMENTS)
     found = meshes(world_size, subsets=subsets)
     deep = [mesh for mesh in found if len(mesh_shape(mesh)) > 1]
     wide = [mesh for mesh in deep if sum(size > 1 for size in mesh_shape(mesh)) > 1] or deep

@@ -50,8 +50,8 @@ def tensors(
             ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
             leaf of autograd, as transforms return them).
     """
-    _check_some_of("geometries", geometries, sources.GEOMETRIES)
-    _check_some_of("wraps", wraps, sources.WRAPS)
+    check_some_of("geometries", geometries, sources.GEOMETRIES)
+    check_some_of("wraps", wraps, sources.WRAPS)
     return _built(
         st.builds(
             tensor,
@@ -137,7 +137,7 @@ def plain_values() -> st.SearchStrategy[Any]:
     )
 
 
-def _check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
+def check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
     """Refuse what is no sequence of some values, or an empty one: at once, and not when something is drawn."""
     if isinstance(given, str) or not isinstance(given, Sequence) or not given or set(given) - set(allowed):
         msg = f"{name}: expected a list or tuple of some of {', '.join(map(repr, allowed))}, got {given!r}."
@@ -149,7 +149,7 @@ def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
         return TRAINING_DTYPES
     if isinstance(dtypes, str):
         raise ValueError(f"dtypes: expected 'training', or a list or tuple of dtypes, got {dtypes!r}.")  # noqa: TRY004 - a word may be right
-    _check_some_of("dtypes", dtypes, DTYPES)
+    check_some_of("dtypes", dtypes, DTYPES)
     return dtypes
 
 

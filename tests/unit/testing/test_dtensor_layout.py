@@ -215,3 +215,16 @@ def test_layouts_agree_with_torch_on_many_ranks_in_one_process(count):
                     assert torch.equal(local, layout.local(rank)), (rank, placements)
     finally:
         dist.destroy_process_group()
+
+
+@given(layout=layouts(2, dtypes=[torch.float32, torch.bfloat16], partial=True, elements=["nan"]))
+def test_layouts_have_the_elements_that_are_asked_for(layout):
+    assert layout.full().isnan().all() == ("P" not in layout.placements or not layout.full().numel())
+
+
+def test_elements_that_there_are_not():
+    with pytest.raises(ValueError, match="elements: expected a list or tuple of some of"):
+        layouts(2, elements="precise")
+    for placements, elements in ((("S0",), "rare"), (("P",), "precise")):
+        with pytest.raises(ValueError, match="Layout: elements: expected one of"):
+            Layout((2,), (0, 1), placements, elements=elements)
