@@ -86,27 +86,18 @@ def write_page(
     ``sides`` are what the two are called.
     """
     target = Path(path)
-    _check_replaced(target)
 
     def write(folder: Path) -> list[str]:
+        if target.is_file():
+            with target.open("rb") as file:
+                beginning = file.read(len(_DOCTYPE))
+            if beginning and beginning.lower() != _DOCTYPE.encode():  # a checkpoint that was meant to be read, say
+                what = "a file of that name exists, which is no page"
+                raise CheckpointError(f"to_html: cannot write {target}: {what}. Choose another name.")
         (folder / target.name).write_text("".join(_page(tree, found, sides, values=values)), "utf-8")
         return [target.name]
 
     write_whole(target, write, is_directory=False, overwrite=True)
-
-
-def _check_replaced(target: Path) -> None:
-    """Refuse to replace what is no page: a checkpoint that was meant to be read, say."""
-    what = "a file of that name exists, which is no page"
-    try:
-        if not target.is_file() or not target.stat().st_size:
-            return
-        with target.open("rb") as file:
-            if file.read(len(_DOCTYPE)).lower() == _DOCTYPE.encode():
-                return
-    except OSError as error:
-        what = f"a file of that name exists, which cannot be read: {error.strerror or error}"
-    raise CheckpointError(f"to_html: cannot write {target}: {what}. Choose another name.")
 
 
 def _page(tree: Any, found: Similarity | None, sides: tuple[str, str], *, values: bool) -> Iterator[str]:

@@ -422,6 +422,6 @@ def test_what_cannot_be_read_is_taken_for_no_page(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:  # root may read everything
         patch.setattr(type(path), "open", refuse)
-        with pytest.raises(st.CheckpointError, match=r"which cannot be read: Permission denied\. Choose another name"):
+        with pytest.raises(st.CheckpointError, match=r"Permission denied\. Check its permissions"):
             st.to_html({"w": bits(4)}, path)
     assert path.read_bytes() == before
