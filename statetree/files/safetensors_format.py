@@ -33,8 +33,6 @@ _SUFFIX: Final = ".safetensors"
 _METADATA: Final = "__metadata__"
 #: A text, and the names, of files in which DCP's ``HuggingFaceStorageWriter`` keeps ranks' shards (torch 2.11 to 2.15).
 _SHARDS, _SHARD_NAMES = "DCP_SHARDING_INFO", f"shard-*{_SUFFIX}"
-_RANKS: Final = "one rank's shards of tensors, as HuggingFaceStorageWriter(save_distributed=True) writes them"
-_JOIN: Final = "Join them with torch's consolidate_safetensors_files."
 #: Two elements a byte: the header counts elements, torch counts bytes.
 _PACKED: Final = "F4"
 _DTYPES: Final = {
@@ -71,22 +69,20 @@ class SafetensorsFormat(CheckpointFormat):
     def recognises(self, path: Path, beginning: bytes) -> bool:
         """Whether a file begins with the size of a header and a brace, or is an index of such files."""
         if path.is_dir():
-            return file_in(path, SAFETENSORS_NAMES) is not None or any(path.glob(_SHARD_NAMES))
+            return file_in(path, SAFETENSORS_NAMES) is not None
         name = path.name.lower()
         is_index = name.endswith(INDEX) and beginning.lstrip()[:1] == b"{"
         is_header = beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MAX_JSON_BYTES
         return is_header or name.endswith(self.suffixes) or is_index
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
-        """Open a file, or the index of several."""
-        file = files.open(_file_in(path) if path.is_dir() else path)
+        file = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
         metadata: dict[str, str] = {}
         read = partial(_read, metadata=metadata)
         tree = read_index(file, read) if file.path.name.lower().endswith(INDEX) else read(file)
         return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
-        """Write a file, or several and their index."""
         tensors = _tensors(tree)
         metadata: dict[Any, Any] = {"format": "pt", **options.metadata}
         if not all(isinstance(text, str) and is_text(text) for item in metadata.items() for text in item):
@@ -106,13 +102,6 @@ class SafetensorsFormat(CheckpointFormat):
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         (folder / f"{stem}{_SUFFIX}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         return [*names, f"{stem}{_SUFFIX}{INDEX}"]
-
-
-def _file_in(folder: Path) -> Path:
-    found = file_in(folder, SAFETENSORS_NAMES)
-    if found is None:
-        refuse(folder, f"it holds files {_SHARD_NAMES} and no index: {_RANKS}, or others'", f"{_JOIN} Or name a file.")
-    return found
 
 
 def _has_shards(name: str, text: str) -> bool:
@@ -137,7 +126,8 @@ def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
         refuse(file.path, "the header has names or metadata that are no texts")
     # Of shards neither the shapes of whole tensors are known, nor how many files there are.
     if _SHARDS in texts and _has_shards(file.path.name, texts[_SHARDS]):
-        refuse(file.path, f"it has {_RANKS}", _JOIN)
+        what = "it has one rank's shards of tensors, as HuggingFaceStorageWriter(save_distributed=True) writes them"
+        refuse(file.path, what, "Join them with torch's consolidate_safetensors_files.")
     data = file.part(8 + size, file.length - 8 - size, "the data")
     places = {key: _place(file, key, entry) for key, entry in header.items()}
     end = 0
@@ -180,11 +170,16 @@ def _place(file: FileRange, key: str, entry: Any) -> tuple[torch.dtype, list[int
 
 def _tensors(tree: Any) -> dict[str, Any]:
     flat, _ = to_flat(tree)
-    why = {key: reason for key, leaf in flat.items() if (reason := _why_not(key, leaf))}
-    if why:
-        lines = shown([f"{printable(key)}: {reason}" for key, reason in why.items()])
+    lines = []
+    for key, leaf in flat.items():
+        try:
+            why = _why_not(key, leaf)
+        except Exception as error:  # noqa: BLE001 - a subclass may refuse anything, and so do uninitialized parameters
+            why = f"a {type(leaf).__qualname__}, of which torch says: {str(error).splitlines()[0][:200]}"
+        lines += [f"{printable(key)}: {why}"] if why else []
+    if lines:
         raise CheckpointError(
-            f"save: safetensors files hold only tensors, and not of all kinds: got\n  {lines}\n"
+            f"save: safetensors files hold only tensors, and not of all kinds: got\n  {shown(lines)}\n"
             "Leave them out (select; convert: --match, --drop-values), or choose another format."
         )
     return flat
@@ -192,29 +187,17 @@ def _tensors(tree: Any) -> dict[str, Any]:
 
 def _why_not(key: str, leaf: Any) -> str:
     """Say why the format cannot hold a leaf under a name; empty if it can."""
-    try:
-        return _fault(key, leaf)
-    except Exception as error:  # noqa: BLE001 - a subclass may refuse anything, and so do uninitialized parameters
-        return f"a {type(leaf).__qualname__}, of which torch says: {str(error).splitlines()[0][:200]}"
-
-
-def _fault(key: str, leaf: Any) -> str:
     outline = leaf.outline if isinstance(leaf, StoredTensor) else leaf
     if not isinstance(outline, torch.Tensor):
         return "a plain value"
-    if (
-        outline.layout is not torch.strided
-        or outline.is_nested
-        or (isinstance(leaf, StoredTensor) and not leaf.is_strided)
-    ):
+    if outline.layout is not torch.strided or outline.is_nested or (outline is not leaf and not leaf.is_strided):
         return "a tensor of several parts, or without elements"
-    if isinstance(leaf, StoredTensor) and leaf.is_repetitive:
+    if outline is not leaf and leaf.is_repetitive:
         return "a view that repeats its elements, which would be written one by one"
     if outline.dtype not in _NAME_OF:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
-    if hasattr(type(outline), "__tensor_flatten__") or (
-        outline is leaf and (outline.is_meta or not holds_memory(outline))
-    ):
+    has_no_memory = outline is leaf and (outline.is_meta or not holds_memory(outline))
+    if has_no_memory or hasattr(type(outline), "__tensor_flatten__"):
         return "a tensor without elements of its own"
     if _NAME_OF[outline.dtype] == _PACKED and not outline.shape:
         return "two numbers in a byte, which no shape stands for"
