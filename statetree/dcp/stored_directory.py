@@ -37,11 +37,9 @@ class DirectoryFormat(CheckpointFormat):
     by_all_ranks = True
 
     def recognises(self, path: Path, beginning: bytes) -> bool:  # noqa: ARG002 - as the base class has it
-        """Whether it is a directory."""
         return path.is_dir()
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
-        """Open a directory."""
         directory = _Directory(path, files, skip_foreign=skip_foreign)
         tree = directory.tree()
         return OpenedCheckpoint(
@@ -57,7 +55,6 @@ class DirectoryFormat(CheckpointFormat):
         )
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002 - the name
-        """Write a checkpoint, with the other ranks of the options' group."""
         write(lambda: whole_tensors(tree, by_all_ranks=True), folder, options.group)
         if not is_first(options.group):  # which renames the folder as soon as it has written
             return []
@@ -83,7 +80,12 @@ class _Directory:
         files.open(path / METADATA)  # one of the checkpoint's files
 
     def tree(self) -> Any:
-        values = {key: self._value(key) for key in self._entries if key != STRUCTURE_KEY}
+        verify = bool(self._files.verify)
+        values = {
+            key: self._plain(key) if entry.dtype is None else self.data.tensor(key, verify=verify)
+            for key, entry in self._entries.items()
+            if key != STRUCTURE_KEY
+        }
         if not self.is_nested:
             # DCP's own paths have texts for all keys, and lists for tuples.
             return _nested(values, self.data.described.paths) or values
@@ -98,11 +100,6 @@ class _Directory:
         if isinstance(tree, dict) and not any(key in tree for key in loose):
             return {**tree, **loose}
         return values
-
-    def _value(self, key: str) -> Any:
-        if self._entries[key].dtype is None:
-            return self._plain(key)
-        return self.data.tensor(key, verify=bool(self._files.verify))
 
     def _plain(self, key: str) -> Any:
         data = self.data.value(key, verify=self._files.verify is not False)

@@ -38,16 +38,13 @@ class DerivedTensor(StoredTensor):
 
     @property
     def is_strided(self) -> bool:
-        """Whether boxes of it can be read."""
         return True
 
     @property
     def is_made(self) -> bool:
-        """Whether its elements are made when they are read."""
         return True
 
     def to(self, dtype: torch.dtype) -> StoredTensor:
-        """Return a tensor whose elements are converted as they are read."""
         if dtype == self.dtype:
             return self
         made = DerivedTensor(self.outline.detach().to(dtype), self._sources, self._make)
@@ -71,7 +68,6 @@ class DerivedTensor(StoredTensor):
         return identified(found, self.outline)
 
     def look_again(self) -> None:
-        """Have the files checked once more, when the verb ends that reads its elements."""
         for source in self._sources:
             source.look_again()
 
@@ -96,7 +92,6 @@ class DerivedTensor(StoredTensor):
         fill_by(make, target, self._kept.dtype, "what is made of stored tensors")
 
     def location(self) -> Any:
-        """Return what is equal for the same tensor alone."""
         return id(self)
 
 

@@ -14,6 +14,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
@@ -89,22 +90,17 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return self.path.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """What the name ends in, from its last dot on."""
-        stem, dot, end = self.name.rpartition(".")
-        return f".{end}" if dot and stem and end else ""
+        return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that it lies in."""
         return RemotePath(self.system, self.path.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the place of another name in the same folder."""
         return self.parent / name
 
     def info(self) -> dict[str, Any]:
@@ -133,15 +129,9 @@ class RemotePath:
         return self._kind() == "directory" or (not self.suffix and (self / ".metadata").is_file())
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
         return self._kind() == "file"
 
-    def is_symlink(self) -> bool:
-        """Whether it is a link: there are none."""
-        return False
-
     def exists(self) -> bool:
-        """Whether anything lies there."""
         return bool(self._kind())
 
     def resolve(self) -> RemotePath:
@@ -149,7 +139,6 @@ class RemotePath:
         return self
 
     def is_relative_to(self, other: RemotePath) -> bool:
-        """Whether it lies in a folder, or is it."""
         return self.path == other.path or self.path.startswith(f"{other.path}/")
 
     def stat(self) -> Any:
@@ -158,11 +147,9 @@ class RemotePath:
         times = [info.get(name) for name in ("LastModified", "mtime", "last_modified", "updated", "created")]
         seconds = [time.timestamp() if isinstance(time, datetime) else time for time in times]
         since = next((each for each in seconds if isinstance(each, (int, float))), 0.0)
-        mode = stat.S_IFREG
-        return SimpleNamespace(st_size=int(info["size"]), st_mode=mode, st_dev=0, st_ino=inode, st_mtime=since)
+        return SimpleNamespace(st_size=int(info["size"]), st_mode=stat.S_IFREG, st_dev=0, st_ino=inode, st_mtime=since)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what lies in a folder."""
         self._ask(self.system.invalidate_cache, self.path)
         for found in self._ask(self.system.ls, self.path, detail=False):
             if found.rstrip("/") != self.path:
@@ -174,13 +161,7 @@ class RemotePath:
         rows = self._ask(self.system.ls, self.path, detail=True)
         return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in rows}
 
-    def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield what matches a pattern."""
-        for found in self._ask(self.system.glob, f"{self.path}/{pattern}"):
-            yield RemotePath(self.system, found)
-
     def read(self, start: int, stop: int) -> bytes:
-        """Return a range of the file."""
         return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
@@ -222,7 +203,6 @@ class RemoteFiles(OpenFiles):
     is_remote = True
 
     def identity(self, path: Path) -> FileIdentity:
-        """Return what a file was when it was first looked at."""
         if path not in self._identities:
             self._identities[path] = self._now(path)
         return self._identities[path]
