@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.metadata import StoredEntry
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.dcp.file_manifest import Index
+
+
+_RENAME: Final = " Rename a key, so that no two read the same."
 
 
 class Holdings(NamedTuple):
@@ -49,35 +52,31 @@ def check_keys(told: Sequence[Holdings]) -> None:
             other, known = leaves.setdefault(name, keys), names.setdefault(keys, name)
             if other != keys:
                 got = f"{list(map(shown_key, other))} and, on rank {rank}, {list(map(shown_key, keys))}"
-                raise _unlike_keys(f"leaves whose keys read {name!r}: expected one leaf, got {got}")
+                raise _unlike(f"leaves whose keys read {name!r}: expected one leaf, got {got}", _RENAME)
             if known != name:
                 got = f"{known!r} and, on rank {rank}, {name!r}"
-                raise _unlike_keys(f"other leaves beside that at {_named(keys)}: expected one name for it, got {got}")
-
-
-def _unlike_keys(what: str) -> CheckpointError:
-    return CheckpointError(f"save: the ranks hold different {what}. Rename a key, so that no two read the same.")
+                what = f"other leaves beside that at {_named(keys)}: expected one name for it, got {got}"
+                raise _unlike(what, _RENAME)
 
 
 def check_alike(told: Sequence[Holdings]) -> None:
     """Raise ``CheckpointError`` if ranks differ in what they must hold alike of leaves made of several tensors."""
-    known: dict[str, tuple[int, ...]] = {}
-    texts: dict[tuple[str, ...], str] = {}
-    parts: dict[tuple[str, ...], set[str]] = {}
+    known: dict[tuple[str, Any], Any] = {}
     for rank, one in enumerate(told):
-        for key, sums in one.assumed.items():
-            if known.setdefault(key, sums) != sums:
-                raise _unlike(f"elements of {key!r}")
-        for keys, text in one.divided.items():
-            if texts.setdefault(keys, text) != text:
-                raise _unlike(f"leaves at {_named(keys)}", f", got {texts[keys]} and {text}")
-        own: dict[tuple[str, ...], set[str]] = {}
+        parts: dict[tuple[str, ...], set[str]] = {}
         for key, keys in one.inseparable.items():
-            own.setdefault(keys, set()).add(key)
-        for keys, found in own.items():
-            if parts.setdefault(keys, found) != found:
-                got = f", got {sorted(parts[keys])} and {sorted(found)}"
-                raise _unlike(f"parts of the leaf at {_named(keys)}", got)
+            parts.setdefault(keys, set()).add(key)
+        own: dict[tuple[str, Any], Any] = {("elements of", key): sums for key, sums in one.assumed.items()}
+        own |= {("leaves at", keys): text for keys, text in one.divided.items()}
+        own |= {("parts of the leaf at", keys): sorted(names) for keys, names in parts.items()}
+        for named, held in own.items():
+            if known.setdefault(named, held) != held:
+                what, place = named
+                raise _unlike(
+                    f"{what} {repr(place) if isinstance(place, str) else _named(place)}: expected all of them to hold "
+                    "the same scales, metadata and whatever else is not cut with a tensor that is made of several, "
+                    f"got {known[named]} and {held}"
+                )
         if unknown := sorted(one.packed - told[0].packed):
             raise CheckpointError(
                 f"save: rank {rank} holds a tensor of several parts that the first rank does not ({unknown[0]}): "
@@ -90,11 +89,8 @@ def _named(keys: Sequence[str]) -> str:
     return str(Path(list(map(shown_key, keys)))) or "<root>"
 
 
-def _unlike(what: str, got: str = "") -> CheckpointError:
-    return CheckpointError(
-        f"save: the ranks hold different {what}: expected all of them to hold the same scales, metadata and whatever "
-        f"else is not cut with a tensor that is made of several{got}."
-    )
+def _unlike(what: str, remedy: str = "") -> CheckpointError:
+    return CheckpointError(f"save: the ranks hold different {what}.{remedy}")
 
 
 def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, StoredEntry]]:
