@@ -30,8 +30,9 @@ _VERSION: Final = 1
 _MAX_BYTES: Final = 2 << 30
 #: What ``StorageMeta.save_id`` of DCP's metadata begins with if there is a manifest.
 ID_PREFIX: Final = "statetree:"
-_TRAILER: Final = b"\nstatetree save "
-TRAILER_BYTES: Final = len(_TRAILER) + 32
+#: What the data files of a save end with, before its id. DCP does not read it.
+TRAILER: Final = b"\nstatetree save "
+TRAILER_BYTES: Final = len(TRAILER) + 32
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 _MARKS: Final = re.compile(r"[0-9a-f]*")
 _NAME: Final = re.compile(r"[^/\\\0]+\.distcp")
@@ -87,16 +88,12 @@ class FileManifest(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
-        rows = {
-            name: [found if found.marks else found[:-1] for found in file.pieces] for name, file in self.files.items()
+        files = {
+            name: [file.save, file.nbytes, [piece if piece.marks else piece[:-1] for piece in file.pieces]]
+            for name, file in self.files.items()
         }
-        files = {name: [file.save, file.nbytes, rows[name]] for name, file in self.files.items()}
-        table = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
-        table["entries"] = self.entries
-        if self.metric is not None:
-            table["metric"] = self.metric
-        if self.about:
-            table["about"] = dict(self.about)
+        table: dict[str, Any] = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
+        table |= {"entries": self.entries, "metric": self.metric, "about": dict(self.about)}
         line = json.dumps(table, separators=(",", ":")).encode()
         return line + f"\n{crc32(line):08x}\n".encode()
 
@@ -107,16 +104,6 @@ class FileManifest(NamedTuple):
             return ""
         what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
         return f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}"
-
-
-def save_of(save_id: Any) -> str | None:
-    """Return the id of the save that DCP's metadata name; ``None`` if it left no manifest."""
-    return save_id.removeprefix(ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(ID_PREFIX) else None
-
-
-def trailer(save: str) -> bytes:
-    """Return what the data files of a save end with. DCP does not read it."""
-    return _TRAILER + save.encode()
 
 
 def regular_bytes(path: Path, limit: int) -> bytes:
@@ -186,7 +173,7 @@ def check_file(place: FileRange, listed: ManifestFile) -> None:
     if place.length != listed.nbytes:
         refuse(place.label, f"it is damaged: expected {listed.nbytes} bytes, got {place.length}")
     end = place.read(max(0, place.length - TRAILER_BYTES), min(place.length, TRAILER_BYTES), "its end")
-    told = end.removeprefix(_TRAILER).decode("ascii", "replace")
+    told = end.removeprefix(TRAILER).decode("ascii", "replace")
     if told != listed.save and _ID.fullmatch(told):
         what = f"it is of the save {told}: expected {listed.save}. Files of two checkpoints are mixed"
         refuse(place.label, what, "Copy all files of one.")

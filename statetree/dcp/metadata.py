@@ -7,7 +7,6 @@ arguments; names of other classes than metadata consists of are refused.
 from __future__ import annotations
 
 import math
-import reprlib
 from contextlib import suppress
 from itertools import pairwise
 from operator import add, le
@@ -16,15 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 import torch
 
 from statetree.chunks.boxes import Box, whole_box
-from statetree.dcp.file_manifest import (
-    MANIFEST,
-    FileManifest,
-    Index,
-    ManifestFile,
-    read_manifest,
-    regular_bytes,
-    save_of,
-)
+from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, read_manifest, regular_bytes
 from statetree.errors import CheckpointError
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
@@ -34,6 +25,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
     from pathlib import Path
+
+    from statetree.dcp.file_manifest import ManifestFile
 
 METADATA: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -142,11 +135,17 @@ def _content(directory: Path) -> bytes:
         raise CheckpointError(msg)
     try:
         return regular_bytes(path, _MAX_BYTES)
-    except OSError as error:
-        _raise_unreadable(directory, error)
-    except CheckpointError as error:
-        msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
-        raise CheckpointError(msg) from None
+    except (OSError, CheckpointError) as error:
+        what = f"{METADATA} cannot be opened: {error}"
+        if not directory.is_dir():
+            what = "there is no such directory"
+        elif isinstance(error, FileNotFoundError):
+            what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or incomplete"
+            inside_it = sorted(path.name for path in directory.iterdir() if (path / METADATA).is_file())
+            if inside_it:
+                what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
+        msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
+        raise CheckpointError(msg) from error
 
 
 def _parsed(directory: Path, data: bytes) -> Described:
@@ -161,22 +160,6 @@ def _parsed(directory: Path, data: bytes) -> Described:
     return found
 
 
-def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
-    if not directory.exists():
-        what = "there is no such directory"
-    elif not directory.is_dir():
-        what = "it is not a directory"
-    elif isinstance(error, FileNotFoundError):
-        what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
-        inside_it = sorted(path.parent.name for path in directory.glob(f"*/{METADATA}"))
-        if inside_it:
-            what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
-    else:
-        what = f"{METADATA} cannot be opened: {error}"
-    msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
-    raise CheckpointError(msg) from error
-
-
 def _damaged(what: str) -> NoReturn:
     raise BadPickle(what)
 
@@ -185,12 +168,6 @@ def _of(cls: type[T], value: Any) -> T:
     """Return a value that must be of a class."""
     if type(value) is not cls:
         _damaged(f"expected a {cls.__name__}, got a {type(value).__name__}")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        _damaged(f"expected an offset or a length, got {reprlib.repr(value)}")
     return value
 
 
@@ -219,7 +196,8 @@ def _stored(state: Any) -> Stored:
     if state.get("transform_descriptors"):
         remedy = "Load it with torch.distributed.checkpoint, and save it again"
         _damaged(f"it is transformed (compressed, say): expected plain files. {remedy}")
-    return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
+    (offset,), (length,) = (size_of([state[name]], "an offset or a length") for name in ("offset", "length"))
+    return Stored(_of(str, state["relative_path"]), offset, length)
 
 
 def _metadata(state: Any) -> Described:
@@ -230,27 +208,26 @@ def _metadata(state: Any) -> Described:
     for index, piece in pieces.items():
         _of(Index, index)
         _of(Stored, piece)
-    paths, save = state.get("planner_data"), state.get("storage_meta")
-    paths = {key: path for key, path in paths.items() if _is_path(key, path)} if type(paths) is dict else {}
-    return Described(entries, pieces, paths, save_of(save))
-
-
-def _is_path(key: Any, path: Any) -> bool:
-    return type(key) is str and type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
-
-
-def _ignored(*_: Any) -> None:
-    """Make nothing of what is not read here: layouts, memory formats, where the checkpoint was."""
+    given, name = state.get("planner_data"), state.get("storage_meta")
+    is_ours = isinstance(name, str) and name.startswith(ID_PREFIX)
+    paths = {
+        key: path
+        for key, path in (given.items() if type(given) is dict else ())
+        if type(key) is str and type(path) is tuple and path and all(type(step) in (str, int) for step in path)
+    }
+    return Described(entries, pieces, paths, name.removeprefix(ID_PREFIX) if is_ours else None)
 
 
 _DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+#: What is not read here: layouts, memory formats, where the checkpoint was.
+_IGNORED: Final = Known(lambda *_: None)
 #: What torch 2.11 to 2.15 pickle as metadata.
 _KNOWN: Final[dict[str, Known]] = {
     **{name: Known(value=dtype) for name, dtype in _DTYPES.items()},
     "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
-    "torch.serialization._get_layout": Known(_ignored),
-    f"{_METADATA}._MEM_FORMAT_ENCODING": Known(_ignored),
-    f"{_METADATA}.BytesStorageMetadata": Known(lambda: StoredEntry()),
+    "torch.serialization._get_layout": _IGNORED,
+    f"{_METADATA}._MEM_FORMAT_ENCODING": _IGNORED,
+    f"{_METADATA}.BytesStorageMetadata": Known(StoredEntry),
     f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
     f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
     f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),
@@ -259,7 +236,7 @@ _KNOWN: Final[dict[str, Known]] = {
     f"{_METADATA}.TensorStorageMetadata": Known(_tensor, takes_state=True),
     "torch.distributed.checkpoint.filesystem._StorageInfo": Known(_stored, takes_state=True),
     **{
-        f"{module}.{name}": Known(_ignored)
+        f"{module}.{name}": _IGNORED
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
@@ -285,7 +262,7 @@ def _check_pieces(directory: Path, found: Described) -> None:
     for key, entry in found.entries.items():
         _check_entry(key, entry, found.pieces)
     # One file may have several names: links.
-    ids = {name: (status.st_dev, status.st_ino) for name, status in files.items()}
+    ids = {name: (about.st_dev, about.st_ino) for name, about in files.items()}
     pieces = sorted((ids[piece.name], piece.offset, piece, index.key) for index, piece in found.pieces.items())
     for (one, _, before, key), (another, _, after, other) in pairwise(pieces):
         if one == another and after.offset < before.offset + before.length:
