@@ -13,6 +13,7 @@ from statetree.errors import TreeMismatch
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
+from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from statetree.files.checkpoint import OpenedCheckpoint
-    from statetree.key_paths import Path
     from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
 
@@ -81,17 +81,12 @@ class StatefulTree:
         if where is None:
             return tree
         leaves, spec = flatten_for("restore", tree)
-        chosen = selected(where, spec, leaves, verb="restore")
-        rest = iter(zip(fitted, self._states, self._paths, strict=True))
-        known, place = [], 0  # in the tree, the leaves of each object's state stand in the object's place
-        for is_object in self._mask:
-            if not is_object:
-                place += 1
-                continue
-            (made, marked), state, path = next(rest)
-            marks = flatten_for("restore", marked)[0]
-            own, place = chosen[place : place + len(marks)], place + len(marks)
-            found = {is_chosen for is_chosen, mark in zip(own, marks, strict=True) if mark is _LACKING}
+        chosen = set(compress(spec.paths(), selected(where, spec, leaves, verb="restore")))
+        known = []
+        for (made, marked), state, path in zip(fitted, self._states, self._paths, strict=True):
+            marks, inner = flatten_for("restore", marked)
+            lacking = compress(inner.paths(), [mark is _LACKING for mark in marks])
+            found = {Path((*path, *below)) in chosen for below in lacking}
             if len(found) > 1:
                 raise TreeMismatch(
                     f"restore: where chooses some of what the object at {path or '<root>'} lacks: expected all of it "
