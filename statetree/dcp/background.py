@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -93,11 +93,6 @@ class Background:
             1, "statetree-save", initializer=setattr, initargs=(_here, "mark", self.mark)
         )
 
-    def let_go_of_destroyed(self) -> None:
-        """Close the connections of a group that was destroyed, so that ranks that wait for this one hear of it."""
-        if self.group is not None and not is_alive(self.group):
-            self.group = _DESTROYED
-
 
 #: On the thread of a ``Background``: its mark.
 _here: Final = threading.local()
@@ -131,24 +126,21 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
         parent = group_for(verb, parent)
         found = _without_ranks if parent is None else _by_parent.setdefault(parent, {})
         if purpose not in found:
-            found[purpose] = Background(None if parent is None else _group_like(verb, directory, parent))
+            try:
+                found[purpose] = Background(None if parent is None else new_gloo_group(parent, _MAKING))
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, "
+                    f"got: {str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints "
+                    "are untouched."
+                ) from error
         return found[purpose]
-
-
-def _group_like(verb: str, directory: Path, parent: ProcessGroup) -> Any:
-    try:
-        return new_gloo_group(parent, _MAKING)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, got: "
-            f"{str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints are untouched."
-        ) from error
 
 
 class SaveFuture(Future[None]):
     """The future of a save, which knows whether ``result`` has raised what went wrong."""
 
-    _is_delivered = False
+    is_delivered = False
 
     def __init__(self, mark: object) -> None:
         super().__init__()
@@ -168,17 +160,13 @@ class SaveFuture(Future[None]):
         try:
             super().result(timeout)
         except BaseException:
-            self._is_delivered = self.done()  # else it was the waiting that failed
+            self.is_delivered = self.done()  # else it was the waiting that failed
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save, and return what went wrong."""
         self.check_thread("exception")
         return super().exception(timeout)
-
-    def undelivered(self) -> BaseException | None:
-        """Return what went wrong, unless ``result`` has raised it. The save is done."""
-        return None if self._is_delivered else self.exception()
 
 
 def start(
@@ -202,21 +190,21 @@ def _run(
     background: Background, future: Future[None], held: list[Any], save: Callable[[Callable[[], Any]], None]
 ) -> None:
     # The list is all that holds the staged state once the save has it: it is free again before the future is done.
+    def taken() -> Any:
+        tree = held.pop()
+        return tree.result() if isinstance(tree, Future) else tree
+
     try:
-        save(lambda: _taken(held))
+        save(taken)
     except BaseException as error:  # noqa: BLE001 - it is the future's
         held.clear()
         clear_frames(error)  # the staged state is somewhere in there
-        background.let_go_of_destroyed()
+        if background.group is not None and not is_alive(background.group):
+            background.group = _DESTROYED  # closes its connections, so that ranks that wait for this one hear of it
         future.set_exception(error)
     else:
         held.clear()
         future.set_result(None)
-
-
-def _taken(held: list[Any]) -> Any:
-    tree = held.pop()
-    return tree.result() if isinstance(tree, Future) else tree
 
 
 class RunningSave:
@@ -247,11 +235,11 @@ class RunningSave:
     def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""
         self._check_thread(verb)
-        if self.future is None:
+        running = self.future
+        if running is None:
             return
-        wait([self.future])  # an interrupt while waiting leaves it to the next call
-        running, self.future = self.future, None
-        error = running.undelivered()
-        if error is not None:
+        error = running.exception()  # an interrupt while waiting leaves it to the next call
+        self.future = None
+        if error is not None and not running.is_delivered:
             error.add_note("statetree: that was the last save in the background; this call began nothing")
             raise error

@@ -66,7 +66,16 @@ class DataFiles:
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
         """Return a tensor. Where its pieces lie in their entries is read, and verified, when its elements are."""
         dtype, shape, boxes = self.described.entries[key]
-        _check_covered(key, whole_box(shape), list(boxes))
+        whole = whole_box(shape)
+        if not is_covered(whole, list(boxes)):  # elements would keep what they were
+            held, need = sum(box.volume for box in boxes), whole.volume
+            what = (
+                f"{held} of the {need} elements" if held < need else f"overlapping pieces, but not all {need} elements,"
+            )
+            raise CheckpointError(
+                f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without "
+                "some of its ranks, or is damaged. Load another one."
+            )
         outline = torch.empty(shape, dtype=dtype, device="meta")
         ordered = sorted(boxes, key=lambda box: self.described.pieces[Index(key, box.start)])
 
@@ -141,18 +150,6 @@ class DataFiles:
             got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
         return piece._replace(box=box)
-
-
-def _check_covered(key: str, whole: Box, boxes: list[Box]) -> None:
-    """Raise ``CheckpointError`` unless pieces make up a tensor: elements would keep what they were."""
-    if is_covered(whole, boxes):
-        return
-    held, need = sum(box.volume for box in boxes), whole.volume
-    what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
-    raise CheckpointError(
-        f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without some "
-        "of its ranks, or is damaged. Load another one."
-    )
 
 
 def check_entry(entry: FileRange) -> None:

@@ -12,12 +12,13 @@ import os
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, check_file, read_manifest, trailer
+from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, ManifestPiece, check_file, read_manifest
 from statetree.errors import CheckpointError
 from statetree.files.block_checksums import RunningChecksum
 from statetree.files.publishing import begin_to_sync
@@ -60,62 +61,67 @@ class Piece(NamedTuple):
         return self.holder[self.number]
 
 
+@dataclass
 class DataWriter:
     """Writes what one rank has to write: plain tensors, and plain values as they are pickled."""
 
-    def __init__(self, directory: Path, rank: int, save: str, pieces: Mapping[Index, Piece]) -> None:
-        self.files: dict[str, ManifestFile] = {}  # what was written, by the names of files
-        self._directory = directory
-        self._rank = rank
-        self._save = save
-        self._pieces = pieces
+    directory: Path
+    rank: int
+    save: str
+    pieces: Mapping[Index, Piece]
+    files: dict[str, ManifestFile] = field(default_factory=dict)  # what was written, by the names of files
 
     def write(self, groups: Iterable[Sequence[Index]], tag: str = "") -> None:
         """Write each group of pieces into a file of its own."""
-        names = (f"__{self._rank}_{number}{tag}{_SUFFIX}" for number in count())
+        names = (f"__{self.rank}_{number}{tag}{_SUFFIX}" for number in count())
         in_two_threads([self._writing(name, indices) for name, indices in zip(names, groups, strict=False)])
 
     def write_all(self) -> None:
         """Write all pieces: into one file, or into two where two threads have enough to write."""
-        indices = sorted(self._pieces, key=lambda index: index.start is not None)  # values first, as DCP
-        ends = [*accumulate(self._pieces[index].nbytes for index in indices)]
+        indices = sorted(self.pieces, key=lambda index: index.start is not None)  # values first, as DCP
+        ends = [*accumulate(self.pieces[index].nbytes for index in indices)]
         is_worth = torch.get_num_threads() > 1 and ends and ends[-1] >= _WORTH_BYTES
         half = bisect_left(ends, ends[-1] / 2) + 1 if is_worth else len(indices)
         self.write([indices[:half], indices[half:]] if half < len(indices) else [indices])
 
     def _writing(self, name: str, indices: Sequence[Index]) -> Generator[None, None, None]:
         """Write a file, a piece at each step."""
-        path = self._directory / name
+        path = self.directory / name
         path.unlink(missing_ok=True)  # never written over: others may be linked to it
         values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
         pieces = []
         with path.open("xb", buffering=0) as file:
             end = FileEnd(file.fileno())
             for index in values_first:
-                at, source = end.at, PieceSource(self._pieces[index].data)
+                at, source = end.at, PieceSource(self.pieces[index].data)
                 pieces.append(ManifestPiece(*index, at, source.length, *source.write(end)))
                 yield
-            end.add(trailer(self._save))
+            end.add(TRAILER + self.save.encode())
             end.write()
             os.fsync(file.fileno())
-        self.files[name] = ManifestFile(self._save, end.at, tuple(pieces))
+        self.files[name] = ManifestFile(self.save, end.at, tuple(pieces))
 
     def link_or_write(self, base: Path | None) -> None:
         """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
         unchanged: set[Index] = set()
         linked: set[Index] = set()
-        if base is not None:
-            known = _files_of(base)
+        manifest = None
+        with suppress(CheckpointError):  # without a manifest that is whole, nothing is linked
+            manifest = None if base is None else read_manifest(base)
+        if base is not None and manifest is not None:
+            known = manifest.files
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 found = pool.map(lambda name: self._unchanged_in(base / name, known[name]), known)
             for (name, file), same in zip(known.items(), found, strict=True):
                 unchanged |= same
-                if len(same) == len(file.pieces) and self._link(base, name):
-                    linked |= same
-                    self.files[name] = file
-        kept = [index for index in self._pieces if index in unchanged and index not in linked]
-        changed = [index for index in self._pieces if index not in unchanged]
-        tag = f"_{self._save}"  # linked files keep their names
+                if len(same) == len(file.pieces):
+                    with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
+                        os.link(base / name, self.directory / name, follow_symlinks=False)
+                        linked |= same
+                        self.files[name] = file
+        kept = [index for index in self.pieces if index in unchanged and index not in linked]
+        changed = [index for index in self.pieces if index not in unchanged]
+        tag = f"_{self.save}"  # linked files keep their names
         self.write([*self._grouped(kept), *self._grouped(changed)], tag)
 
     def _unchanged_in(self, path: Path, listed: ManifestFile) -> set[Index]:
@@ -127,19 +133,13 @@ class DataWriter:
             file = OpenFiles().open(path)
             check_file(file, listed)
             for piece in listed.pieces:
-                if piece.which in self._pieces and PieceSource(self._pieces[piece.which].data).is_in(file, piece):
+                if piece.which in self.pieces and PieceSource(self.pieces[piece.which].data).is_in(file, piece):
                     same.add(piece.which)
         return same
 
-    def _link(self, base: Path, name: str) -> bool:
-        with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
-            os.link(base / name, self._directory / name, follow_symlinks=False)
-            return True
-        return False
-
     def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
         """Cut pieces into groups for a file each: not many, so that few are written again when one changes."""
-        sizes = [self._pieces[index].nbytes if index.start is not None else 0 for index in indices]
+        sizes = [self.pieces[index].nbytes if index.start is not None else 0 for index in indices]
         limit = min(_FILE_BYTES, sum(sizes) // _FILE_SHARE)
         group: list[Index] = []
         total = 0
@@ -151,14 +151,6 @@ class DataWriter:
                 group, total = [], 0
         if group:
             yield group
-
-
-def _files_of(base: Path) -> Mapping[str, ManifestFile]:
-    """Return the files of an earlier checkpoint that can be linked to: none if it has no manifest that is whole."""
-    with suppress(CheckpointError):
-        manifest = read_manifest(base)
-        return {} if manifest is None else manifest.files
-    return {}
 
 
 class PieceSource:

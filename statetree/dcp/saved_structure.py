@@ -14,7 +14,7 @@ import torch
 
 from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
+from statetree.files.key_texts import UnknownKey, is_readable, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
@@ -265,11 +265,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 def _read_container(name: Any, family: Any, keys: Any, links: Any, data: Any) -> SavedContainer:
     _texts([name, family])
-    for text in _texts(keys):
-        try:
-            key_of(text)
-        except UnknownKey:
-            continue
+    list(map(is_readable, _texts(keys)))  # which raises if one is no key at all
     if not all(type(ref) is int for ref in links) or len(links) != len(keys):
         raise TypeError("expected one child a key")
     if name in BUILTIN and data is not False:

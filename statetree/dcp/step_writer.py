@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statetree.dcp.events import Event
@@ -24,21 +25,14 @@ if TYPE_CHECKING:
     from statetree.dcp.series import Kept, Series, UnfinishedStep
 
 
+@dataclass(frozen=True)
 class StepWriter:
     """Writes the checkpoints of a series, and tells of what was saved and removed."""
 
-    def __init__(
-        self,
-        series: Series,
-        kept: Kept,
-        tell: Callable[[Event, ProcessGroup | None], None],
-        *,
-        incremental: bool,
-    ) -> None:
-        self._series = series
-        self._kept = kept
-        self._tell = tell
-        self._incremental = incremental
+    series: Series
+    kept: Kept
+    tell: Callable[[Event, ProcessGroup | None], None]
+    incremental: bool
 
     def write(
         self,
@@ -55,28 +49,28 @@ class StepWriter:
 
         def begin() -> tuple[Path, Path | None]:
             """Return where to write, and the checkpoint whose files may be linked to."""
-            made.append(self._series.begin(step))
-            complete = self._series.local() if self._incremental else []
-            return made[0].path, self._series.path(complete[-1]) if complete else None
+            made.append(self.series.begin(step))
+            complete = self.series.local() if self.incremental else []
+            return made[0].path, self.series.path(complete[-1]) if complete else None
 
         check_alive("save", group)
-        with checkpoint_errors("save", self._series.directory):
+        with checkpoint_errors("save", self.series.directory):
             check_same(verb, "step", repr(step), group)
         check_step(verb, step)
         try:
-            with checkpoint_errors("save", self._series.directory), phase("checkpointer.save"):
+            with checkpoint_errors("save", self.series.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
-                write(state, path, group, options._replace(incremental=self._incremental, base=base))
+                write(state, path, group, options._replace(incremental=self.incremental, base=base))
             nbytes, removed = self._publish(step, made, group)
         except BaseException:
             for unpublished in made:
                 unpublished.discard()
             raise
-        if isinstance(self._series, MirroredSeries) and is_first(group):
-            self._series.upload_later()
-        self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
+        if isinstance(self.series, MirroredSeries) and is_first(group):
+            self.series.upload_later()
+        self.tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
         for event in removed:
-            self._tell(event, group)
+            self.tell(event, group)
 
     def _publish(
         self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
@@ -84,12 +78,12 @@ class StepWriter:
         """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
 
         def publish() -> tuple[int, list[Event]]:
-            published = self._series.publish(made[0])
+            published = self.series.publish(made[0])
             try:
-                return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
+                return bytes_in(self.series.path(published)), self.series.prune(self.kept, published)
             except OSError as error:
                 raise CheckpointError(
-                    f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
+                    f"save: the checkpoint {self.series.path(published)} is complete, but older ones could not be "
                     f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
                 ) from error
 

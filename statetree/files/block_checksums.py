@@ -54,14 +54,7 @@ class RunningChecksum:
 
 
 class BlockChecksums:
-    """What a range of bytes is compared with.
-
-    Args:
-        what: What the range is called in messages.
-        checksum: Its CRC-32.
-        nbytes: How long it is.
-        marks: The numbers of all blocks but the last one; empty if there is the range's alone.
-    """
+    """What a range of bytes is compared with: its CRC-32, and the ``marks`` of its blocks, if there are any."""
 
     def __init__(self, what: str, checksum: int, nbytes: int, marks: str = "") -> None:
         self.what = what

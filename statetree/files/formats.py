@@ -7,8 +7,9 @@ import re
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from operator import call as call_alone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.declare import phase
 from statetree.errors import CheckpointError, pass_on_from_signal, with_checks
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.exchange.group import Group
-
-T = TypeVar("T")
 
 _FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
 #: A format in a package above this one, which is loaded when a directory is met.
@@ -119,7 +118,7 @@ def _far(url: str | os.PathLike[str]) -> Path:
 def _beginning(path: Path, files: OpenFiles) -> bytes:
     if path.is_dir():
         return b""
-    if not path.suffix and not path.exists() and not path.is_symlink():
+    if not path.suffix and not path.exists():
         refuse(path, "there is no such directory or file", "Check the name.")
     if (path.name == ".metadata" or path.suffix == ".distcp") and (path.parent / ".metadata").is_file():
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
@@ -262,7 +261,7 @@ def save(
         with phase("save.write"):
             return with_checks(found.write, tree, folder, target.name, options)
 
-    together: Together = partial(on_all_ranks, "save", ranks) if is_together else _alone
+    together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
     if isinstance(far := cast("Any", target), RemotePath):
         with _errors_named(path):
             upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
@@ -307,19 +306,14 @@ def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple
     return target, found
 
 
-def _alone(action: Callable[[], T]) -> T:
-    return action()
-
-
 def _save_by_all(
     whole: Callable[[Callable[[Path], list[str]]], None], ranks: Group, write: Callable[[Path], list[str]]
 ) -> None:
     """Have every rank write into a folder that the first one makes and publishes."""
-    is_announced = False
+    announced: list[Path] = []
 
     def write_first(folder: Path) -> list[str]:
-        nonlocal is_announced
-        is_announced = True
+        announced.append(folder)
         ranks.told_once(os.fsencode(folder))
         return write(folder)
 
@@ -331,7 +325,7 @@ def _save_by_all(
         try:
             whole(write_first)
         finally:
-            if not is_announced:  # the others wait for it
+            if not announced:  # the others wait for it
                 ranks.told_once(None)
 
     on_all_ranks("save", ranks, act)

@@ -51,9 +51,9 @@ def kind_of(leaf: Any) -> str:
     outline = leaf.outline
     if leaf.is_strided:
         return "tensor"
-    if outline.is_nested or outline.is_quantized or outline.is_meta:
-        return "nested tensor" if outline.is_nested else "quantized tensor" if outline.is_quantized else "meta tensor"
-    return f"{str(outline.layout).removeprefix('torch.')} tensor"
+    known = (("nested", outline.is_nested), ("quantized", outline.is_quantized), ("meta", outline.is_meta))
+    word = next((name for name, is_so in known if is_so), str(outline.layout).removeprefix("torch."))
+    return f"{word} tensor"
 
 
 def type_text(value: Any) -> str:

@@ -245,16 +245,16 @@ class _Filled:
             owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
             found = _divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts)
             refuse_all([each for each in found if not (self._options.cast and _differ_in_dtypes(each))])
-        boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}
+        strided = {i for i, found in stored.items() if isinstance(found, StoredTensor) and found.is_strided}
+        cuttable = {i for i in strided if is_distributed(lowered.leaves[i]) or is_cuttable(lowered.leaves[i])}
+        boxes = {i: self._held(i) for i in stored if i in cuttable}
         refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
-        values = {i: found for i, found in stored.items() if is_value(found) or is_entry(found)}
-        values = {i: found for i, found in values.items() if not isinstance(found, StoredParts)}
+        plain = {i: found for i, found in stored.items() if not isinstance(found, StoredParts)}
+        values = {i: found for i, found in plain.items() if is_value(found) or is_entry(found)}
+        others = [(i, leaf) for i, leaf in enumerate(lowered.leaves) if not (is_value(leaf) or is_entry(leaf))]
+        kinds = {i: "tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__ for i, leaf in others}
         refuse_all(
-            [
-                Difference(self._paths[i], "leaf type", "a plain value", _described(leaf))
-                for i, leaf in enumerate(lowered.leaves)
-                if i in values and not (is_value(leaf) or is_entry(leaf))
-            ]
+            [Difference(self._paths[i], "leaf type", "a plain value", f"a {kinds[i]}") for i in values if i in kinds]
         )
         filled = [leaf if i in stored and i not in values else None for i, leaf in enumerate(lowered.leaves)]
         fresh = filled if self._options.in_place else allocated("load", filled, lowered.spec)
@@ -270,9 +270,6 @@ class _Filled:
         for target in self._targets:
             check_elements("load", target.tensor, target.path)
         self._prepare_rest({i: stored[i] for i in stored.keys() - boxes.keys() - values.keys() - self._parts.keys()})
-
-    def _reads_directly(self, stored: Any, like: Any) -> bool:
-        return isinstance(stored, StoredTensor) and stored.is_strided and (is_distributed(like) or is_cuttable(like))
 
     def _held(self, index: int) -> LocalChunks | None:
         leaves = self._lowered.leaves
@@ -350,7 +347,3 @@ def _not_admitted(what: str, name: str) -> CheckpointError:
         f"{what}: load does not make what it holds ({name}). If you trust it: of a directory, name the class with "
         "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
     )
-
-
-def _described(leaf: Any) -> str:
-    return "a tensor" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__}"

@@ -105,8 +105,7 @@ class ShardFigures:
     """The figures of the leaves of a tree, numbered from 1."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Cut, int] = {}
-        self._counts: list[int] = []
+        self._counts: dict[Cut, int] = {}  # how many leaves have it, in the order of their numbers
 
     def number(self, leaf: Any) -> int | None:
         """Return the figure of a distributed leaf; ``None`` for others, and where a rank knows only its own boxes."""
@@ -120,17 +119,14 @@ class ShardFigures:
         if chunks.layout is None or len(chunks.layout.ranks) > _MAX_BOXES:
             return None
         cut = _cut(chunks.shape, by_rank(chunks.layout))
-        if cut not in self._numbers and len(self._numbers) < _MAX_FIGURES:
-            self._numbers[cut] = len(self._numbers) + 1
-            self._counts.append(0)
-        number = self._numbers.get(cut)
-        if number is not None:
-            self._counts[number - 1] += 1
-        return number
+        if cut not in self._counts and len(self._counts) == _MAX_FIGURES:
+            return None
+        self._counts[cut] = self._counts.get(cut, 0) + 1
+        return list(self._counts).index(cut) + 1
 
     def fragments(self) -> Iterator[str]:
         """Yield the figures."""
-        for (cut, number), count in zip(self._numbers.items(), self._counts, strict=True):
+        for number, (cut, count) in enumerate(self._counts.items(), 1):
             yield f"<figure id=shards{number}><div class=shards>"
             for top, left, height, width, ranks in cut:
                 style = f"top:{top / 10}%;left:{left / 10}%;height:{height / 10}%;width:{width / 10}%"

@@ -45,18 +45,13 @@ def _check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> No
     if is_directory:
         if not path.is_dir() or path.is_symlink():
             _refuse(path, "it is no directory", "Choose another name.")
-        other = next((file for file in sorted(path.iterdir()) if not _is_part(file)), None)
-        if other is not None:
-            what = f"it holds {other.name!r}, which is no part of a DCP checkpoint, and is not removed"
-            _refuse(path, what, "Choose another name.")
+        for file in sorted(path.iterdir()):
+            is_part = file.suffix == ".distcp" or file.name in _DIRECTORY_FILES
+            if not is_part or not file.is_file() or file.is_symlink():
+                what = f"it holds {file.name!r}, which is no part of a DCP checkpoint, and is not removed"
+                _refuse(path, what, "Choose another name.")
     elif not path.is_file():
         _refuse(path, "it is no regular file", "Choose another name.")
-
-
-def _is_part(file: Path) -> bool:
-    """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
-    is_named_so = file.suffix == ".distcp" or file.name in _DIRECTORY_FILES
-    return is_named_so and file.is_file() and not file.is_symlink()
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
@@ -91,7 +86,8 @@ def write_whole(
         home = target if is_directory else target.parent
         with alone_in(target.parent):
             # Whoever reads the one that is there would see that it was replaced.
-            if by_several and overwrite and all(_is_same_file(folder / name, home / name) for name in names):
+            is_there = by_several and not any((home / name).is_symlink() for name in names)
+            if is_there and overwrite and not any(filecmp.cmpfiles(folder, home, names, shallow=False)[1:]):
                 return
             _check_destination(target, is_directory=is_directory, overwrite=overwrite)
             old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
@@ -184,10 +180,6 @@ def _leave_to_the_parent(lock: _Lock) -> None:
     """In a forked process: let go of a directory that the parent is alone in, which may be killed before it is done."""
     with suppress(OSError):
         lock.close()
-
-
-def _is_same_file(new: Path, old: Path) -> bool:
-    return old.is_file() and not old.is_symlink() and filecmp.cmp(new, old, shallow=False)
 
 
 #: Has every rank that takes part do something, and all raise if one fails.

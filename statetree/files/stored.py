@@ -71,18 +71,14 @@ def fill_by(
         read(box.start, scratch)
         if part.dtype == dtype:
             copy_each([part], [scratch])
-        else:
-            _convert_into(scratch, part, label)
-
-
-def _convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
-    found = out_of_range(source, target.dtype)
-    if found is not None:
-        what = f"it has elements out of range: expected {found[1]}, got {found[0]}"
-        error = OutOfRange(f"read: {label}: {what}. Convert to a dtype of a larger range.")
-        error.found = found
-        raise error
-    target.copy_(source.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
+            continue
+        found = out_of_range(scratch, part.dtype)
+        if found is not None:
+            what = f"it has elements out of range: expected {found[1]}, got {found[0]}"
+            error = OutOfRange(f"read: {label}: {what}. Convert to a dtype of a larger range.")
+            error.found = found
+            raise error
+        part.copy_(scratch.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
 
 
 class StoredTensor:

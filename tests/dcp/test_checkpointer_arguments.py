@@ -68,12 +68,6 @@ def test_what_is_no_whole_number_is_no_step(step, tmp_path):
                 call()
 
 
-@pytest.mark.parametrize("number", [3, np.int64(3)], ids=["Python", "NumPy"])
-def test_a_step_is_no_template(number, tmp_path):
-    with pytest.raises(TypeError, match=r"the number 3\. For the checkpoint of step 3 pass step=3"):
-        Checkpointer(tmp_path).restore(number)
-
-
 @pytest.fixture
 def saved(tmp_path):
     state = {"a": torch.arange(3.0), "n": 1}
