@@ -75,9 +75,7 @@ class Restoration:
 
     def _tell_left(self) -> None:
         """Log what the checkpoint has and no rank's template: an optimizer, say, that somebody forgot."""
-        told = self._ranks.told_once(json.dumps(sorted(self._left)).encode() if self._left else None)
-        if sum(len(ranks) for _, ranks in told) < self._ranks.size:
-            return
+        told = self._ranks.told_once(json.dumps(sorted(self._left)).encode())
         common = sorted(set[str].intersection(*[set(json.loads(text)) for text, _ in told]))
         if common and self._ranks.rank == 0:
             names = ", ".join(common[:5]) + (f" and {len(common) - 5} more" if len(common) > 5 else "")

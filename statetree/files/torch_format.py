@@ -73,8 +73,6 @@ class TorchArchive:
         if any(name.endswith("/constants.pkl") for name in self.members):
             remedy = "Load it with torch.jit.load, and save its state_dict() with torch.save."
             self.refuse("it is a file of TorchScript, which holds code", remedy)
-        if any(name.endswith(".npy") for name in self.members):
-            self.refuse("it is a NumPy archive (.npz)", "Register a format (docs/howto/file_format.md has this one).")
         if len(pickles) != 1:
             self.refuse("it holds no data.pkl, or several: it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
