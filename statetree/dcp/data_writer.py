@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, ManifestPiece, check_file, read_manifest
+from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, Stored, check_file, read_manifest
 from statetree.errors import CheckpointError
 from statetree.files.block_checksums import RunningChecksum
 from statetree.files.publishing import begin_to_sync
@@ -89,17 +89,17 @@ class DataWriter:
         path = self.directory / name
         path.unlink(missing_ok=True)  # never written over: others may be linked to it
         values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
-        pieces = []
+        pieces: dict[Index, Stored] = {}
         with path.open("xb", buffering=0) as file:
             end = FileEnd(file.fileno())
             for index in values_first:
                 at, source = end.at, PieceSource(self.pieces[index].data)
-                pieces.append(ManifestPiece(*index, at, source.length, *source.write(end)))
+                pieces[index] = Stored(name, at, source.length, *source.write(end))
                 yield
             end.add(TRAILER + self.save.encode())
             end.write()
             os.fsync(file.fileno())
-        self.files[name] = ManifestFile(self.save, end.at, tuple(pieces))
+        self.files[name] = ManifestFile(self.save, end.at, pieces)
 
     def link_or_write(self, base: Path | None) -> None:
         """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
@@ -132,9 +132,9 @@ class DataWriter:
         with suppress(CheckpointError):
             file = OpenFiles().open(path)
             check_file(file, listed)
-            for piece in listed.pieces:
-                if piece.which in self.pieces and PieceSource(self.pieces[piece.which].data).is_in(file, piece):
-                    same.add(piece.which)
+            for index, stored in listed.pieces.items():
+                if index in self.pieces and PieceSource(self.pieces[index].data).is_in(file, stored):
+                    same.add(index)
         return same
 
     def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
@@ -193,9 +193,9 @@ class PieceSource:
         end.add(after)
         return archive.checksum(running.value, after), running.marks
 
-    def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
+    def is_in(self, file: FileRange, piece: Stored) -> bool:
         """Whether a piece of a file was written from the same, and holds it still."""
-        place = file.part(piece.offset, piece.length, f"the piece of {piece.key!r}")
+        place = file.part(piece.offset, piece.length, "a piece")
         stated = self._archive.stated(place) if self._archive else (0, piece.checksum)
         if place.length != self.length or stated is None or stated[1] != piece.checksum:
             return False

@@ -45,23 +45,17 @@ class Index(NamedTuple):
     start: tuple[int, ...] | None
 
 
-class ManifestPiece(NamedTuple):
-    """A piece in a data file: which, where it begins in the file, how many bytes it has, and their CRC-32.
+class Stored(NamedTuple):
+    """Where a piece lies: a file's name in the checkpoint's directory, an offset and a length; and its CRC-32.
 
     ``marks`` are those of the blocks of a tensor's memory, so that a part of it is compared alone (``BlockChecksums``).
     """
 
-    key: str
-    start: tuple[int, ...] | None
+    name: str
     offset: int
     length: int
-    checksum: int
+    checksum: int | None = None
     marks: str = ""
-
-    @property
-    def which(self) -> Index:
-        """Which piece it is."""
-        return Index(self.key, self.start)
 
 
 class ManifestFile(NamedTuple):
@@ -69,7 +63,7 @@ class ManifestFile(NamedTuple):
 
     save: str
     nbytes: int
-    pieces: tuple[ManifestPiece, ...]
+    pieces: Mapping[Index, Stored]
 
 
 class FileManifest(NamedTuple):
@@ -88,10 +82,10 @@ class FileManifest(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
-        files = {
-            name: [file.save, file.nbytes, [piece if piece.marks else piece[:-1] for piece in file.pieces]]
-            for name, file in self.files.items()
-        }
+        files = {}
+        for name, file in self.files.items():
+            rows = [(*index, *(found[1:] if found.marks else found[1:-1])) for index, found in file.pieces.items()]
+            files[name] = [file.save, file.nbytes, rows]
         table: dict[str, Any] = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
         table |= {"entries": self.entries, "metric": self.metric, "about": dict(self.about)}
         line = json.dumps(table, separators=(",", ":")).encode()
@@ -145,18 +139,20 @@ def _parsed(table: Any) -> FileManifest:
     for name, (save, size, rows) in table["files"].items():
         if not _ID.fullmatch(save) or not _NAME.fullmatch(name):
             raise ValueError
-        files[name] = ManifestFile(save, _number(size), tuple([_piece(*row) for row in rows]))
+        files[name] = ManifestFile(save, _number(size), dict([_piece(name, *row) for row in rows]))
     metric = table.get("metric")
     metric = None if metric is None else float(metric)
     more = dict(table.get("about", {})), dict(table.get("entries", {}))
     return FileManifest(table["save"], (nbytes, checksum), files, metric, *more)
 
 
-def _piece(key: Any, start: Any, offset: Any, length: Any, checksum: Any, marks: Any = "") -> ManifestPiece:
+def _piece(
+    name: str, key: Any, start: Any, offset: Any, length: Any, checksum: Any, marks: Any = ""
+) -> tuple[Index, Stored]:
     if type(key) is not str or not _MARKS.fullmatch(marks):
         raise TypeError
     at = None if start is None else (*map(_number, start),)
-    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), marks)
+    return Index(key, at), Stored(name, _number(offset), _number(length), _number(checksum), marks)
 
 
 def _number(value: Any) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 import torch
 
 from statetree.chunks.boxes import Box, whole_box
-from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, read_manifest, regular_bytes
+from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
 from statetree.errors import CheckpointError
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
@@ -43,16 +43,6 @@ class StoredEntry(NamedTuple):
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     boxes: tuple[Box, ...] = ()
-
-
-class Stored(NamedTuple):
-    """Where a piece lies: a file's name in the checkpoint's directory, an offset and a length; and its checksums."""
-
-    name: str
-    offset: int
-    length: int
-    checksum: int | None = None
-    marks: str = ""
 
 
 class Described(NamedTuple):
@@ -102,11 +92,7 @@ def read_described(directory: Path, *, verify: bool) -> Described:
 def _listed(manifest: FileManifest) -> Described:
     """Return what a manifest tells of the metadata that it was written with."""
     entries = {key: StoredEntry() if row is None else _listed_tensor(*row) for key, row in manifest.entries.items()}
-    pieces = {
-        piece.which: Stored(name, piece.offset, piece.length, piece.checksum, piece.marks)
-        for name, file in manifest.files.items()
-        for piece in file.pieces
-    }
+    pieces = {index: stored for file in manifest.files.values() for index, stored in file.pieces.items()}
     return Described(entries, pieces, {}, manifest.save, manifest.files)
 
 

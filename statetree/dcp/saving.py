@@ -267,9 +267,9 @@ class StateSave:
         files = {name: file for found in written for name, file in found.items()}
         places = {}
         for name, file in files.items():
-            for piece in file.pieces:
-                start = None if piece.start is None else torch.Size(piece.start)
-                places[MetadataIndex(piece.key, start)] = _StorageInfo(name, piece.offset, piece.length)
+            for (key, at), piece in file.pieces.items():
+                start = None if at is None else torch.Size(at)
+                places[MetadataIndex(key, start)] = _StorageInfo(name, piece.offset, piece.length)
         about = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
         entries = {key: _for_dcp(entry) for key, entry in self._entries.items()}
         metadata = Metadata(entries, self._dcp_paths, places, about)

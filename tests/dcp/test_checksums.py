@@ -308,7 +308,7 @@ def test_a_piece_in_the_place_of_another_is_told(tmp_path):
     statetree.save(state, tmp_path)
     path = tmp_path / DATA
     data = path.read_bytes()
-    a, b = (piece for piece in read_manifest(tmp_path).files[DATA].pieces if piece.key in "ab")
+    a, b = (piece for index, piece in read_manifest(tmp_path).files[DATA].pieces.items() if index.key in "ab")
     assert a.length == b.length
     path.write_bytes(data[: b.offset] + data[a.offset : a.offset + a.length] + data[b.offset + b.length :])
     with pytest.raises(statetree.CheckpointError, match=r"the entry 'b': it is damaged: expected the checksum"):

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint
 import statetree as st
 from statetree.dcp import data_writer
 from statetree.dcp.data_writer import FileEnd, PieceSource
-from statetree.dcp.file_manifest import ManifestPiece
+from statetree.dcp.file_manifest import Stored
 from statetree.files import publishing, strided_reading
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
@@ -32,7 +32,7 @@ def stored(path, data):
         end.write()
         assert end.at == 6 + source.length
     path.write_bytes(path.read_bytes() + b"behind")
-    piece = ManifestPiece("a", (0,), 6, source.length, checksum)
+    piece = Stored("file", 6, source.length, checksum)
     assert zlib.crc32(path.read_bytes()[6:-6]) == checksum
     return OpenFiles().open(path), piece
 

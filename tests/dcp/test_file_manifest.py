@@ -44,8 +44,8 @@ def test_a_manifest_lists_what_was_written(steps):
     data = (steps[0] / DATA).read_bytes()
     assert found.files[DATA].nbytes == len(data)
     pieces = found.files[DATA].pieces
-    assert {piece.key for piece in pieces} == {"w", "step", "name", "<statetree structure>"}
-    assert all(zlib.crc32(data[piece.offset :][: piece.length]) == piece.checksum for piece in pieces)
+    assert {index.key for index in pieces} == {"w", "step", "name", "<statetree structure>"}
+    assert all(zlib.crc32(data[piece.offset :][: piece.length]) == piece.checksum for piece in pieces.values())
 
 
 @pytest.mark.parametrize("verify", [True, False])

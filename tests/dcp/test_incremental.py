@@ -145,7 +145,9 @@ def test_a_flipped_bit_in_any_part_of_a_piece_is_a_change(tensor, part, tmp_path
     with dcp.Checkpointer(tmp_path, incremental=True) as saved:
         saved.save(0, {"a": tensor})
         files_ = read_manifest(tmp_path / "step-00000000").files
-        ((name, piece),) = [(name, p) for name, file in files_.items() for p in file.pieces if p.key == "a"]
+        ((name, piece),) = [
+            (n, p) for n, file in files_.items() for index, p in file.pieces.items() if index.key == "a"
+        ]
         place = len(archive_of(tensor.dtype, tensor.shape).head)
         ends = [0, place, place + tensor.nbytes, piece.length]
         first, last = dict(zip(("before the memory", "the memory", "behind it"), pairwise(ends), strict=True))[part]

@@ -454,9 +454,10 @@ def test_pieces_are_not_unpacked(verify, tmp_path):
     place.offset, place.length = start, len(data)
     written = pickle.dumps(metadata)
     (tmp_path / ".metadata").write_bytes(written)
-    piece = file_manifest.ManifestPiece("w", (0,), start, len(data), zlib.crc32(data))
+    piece = file_manifest.Stored("__0_0.distcp", start, len(data), zlib.crc32(data))
     listed = manifest.files["__0_0.distcp"]
-    listed = listed._replace(nbytes=path.stat().st_size, pieces=(*listed.pieces, piece))
+    pieces = {**listed.pieces, file_manifest.Index("w", (0,)): piece}
+    listed = listed._replace(nbytes=path.stat().st_size, pieces=pieces)
     forged = manifest._replace(metadata=(len(written), zlib.crc32(written)), files={"__0_0.distcp": listed})
     (tmp_path / MANIFEST).write_bytes(forged.to_bytes())
     with pytest.raises(statetree.CheckpointError, match=r"read: .*'archive/data.pkl' is compressed"):
