@@ -14,13 +14,11 @@ import torch
 
 from statetree.dcp.groups import ranks_of
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange.manifest import chunks_of
 from statetree.files.checkpoint import is_entry
-from statetree.files.filling import check_elements, refuse_leaf
+from statetree.files.filling import check_elements, held_chunks, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import facts, is_distributed, is_plain, is_stored, leaf_type_of, materialized
-from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.pairing import facts_inside
 from statetree.leaves.parts import Unpacked, unpack
@@ -200,10 +198,7 @@ def _check_whole(verb: str, leaf: Any, path: Path) -> None:
 def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
     """Return the chunks that this rank holds of a distributed leaf."""
     cls = type(leaf).__qualname__
-    try:
-        held = chunks_of(leaf, ranks)
-    except Exception as error:
-        raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
+    held = held_chunks(verb, leaf, path, ranks)
     assert held is not None
     if held.partials is not None:
         refuse_leaf(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")

@@ -8,8 +8,10 @@ import torch
 
 from statetree.chunks.local import location_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
+from statetree.exchange.manifest import chunks_of
 from statetree.files.stored import OutOfRange
 from statetree.files.two_threads import in_two_threads
+from statetree.leaves.location import located_error
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from statetree.chunks.boxes import Box
+    from statetree.chunks.local import LocalChunks
+    from statetree.exchange.group import Group
     from statetree.files.stored import StoredTensor
     from statetree.key_paths import Path
 
@@ -119,6 +123,14 @@ def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
             refuse_leaf(verb, path, "one inside a function of torch.func (vmap, grad, functionalize)", "Leave that")
         held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
         refuse_leaf(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
+
+
+def held_chunks(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks | None:
+    """Return the chunks that this rank holds of a distributed leaf; ``None`` of another. An error has the path."""
+    try:
+        return chunks_of(leaf, ranks)
+    except Exception as error:
+        raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
 
 
 def refuse_leaf(verb: str, path: Path, got: str, remedy: str) -> NoReturn:

@@ -14,10 +14,10 @@ from statetree.errors import CheckpointError, Difference, TreeMismatch, Unsuppor
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
-from statetree.exchange.manifest import chunks_of, is_cuttable
+from statetree.exchange.manifest import is_cuttable
 from statetree.files.checkpoint import StoredParts, is_entry
 from statetree.files.entry_matching import matched_entries, refuse_all
-from statetree.files.filling import Target, check_elements, fill
+from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
@@ -25,7 +25,6 @@ from statetree.files.unpickling import StoredObject
 from statetree.leaves.builtin import IN_A_FILE, is_distributed, is_stored, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
@@ -247,7 +246,9 @@ class _Filled:
             refuse_all([each for each in found if not (self._options.cast and _differ_in_dtypes(each))])
         strided = {i for i, found in stored.items() if isinstance(found, StoredTensor) and found.is_strided}
         cuttable = {i for i in strided if is_distributed(lowered.leaves[i]) or is_cuttable(lowered.leaves[i])}
-        boxes = {i: self._held(i) for i in stored if i in cuttable}
+        boxes = {
+            i: held_chunks("load", lowered.leaves[i], self._paths[i], self._ranks) for i in stored if i in cuttable
+        }
         refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
         plain = {i: found for i, found in stored.items() if not isinstance(found, StoredParts)}
         values = {i: found for i, found in plain.items() if is_value(found) or is_entry(found)}
@@ -271,13 +272,6 @@ class _Filled:
             check_elements("load", target.tensor, target.path)
         self._prepare_rest({i: stored[i] for i in stored.keys() - boxes.keys() - values.keys() - self._parts.keys()})
 
-    def _held(self, index: int) -> LocalChunks | None:
-        leaves = self._lowered.leaves
-        try:
-            return chunks_of(leaves[index], self._ranks)
-        except Exception as error:
-            raise located_error("load", "tell the chunks of", error, lambda: self._paths, leaves, index) from error
-
     def _unfit(self, index: int, stored: StoredTensor, held: LocalChunks | None) -> list[Difference]:
         like, path = self._lowered.leaves[index], self._paths[index]
         shape, dtype = (held.shape, held.dtype) if held else (tuple(like.shape), like.dtype)
@@ -294,7 +288,7 @@ class _Filled:
 
     def _add_boxes(self, index: int, stored: StoredTensor) -> None:
         leaf = self._result[index]
-        held = chunks_of(leaf, self._ranks)
+        held = held_chunks("load", leaf, self._paths[index], self._ranks)
         whole = [(whole_box(leaf.shape), leaf)] if held is None else []
         for box, piece in zip(held.boxes, held.pieces, strict=True) if held else whole:
             tensor = piece.detach().as_subclass(torch.Tensor)
