@@ -69,9 +69,7 @@ class DataFiles:
         whole = whole_box(shape)
         if not is_covered(whole, list(boxes)):  # elements would keep what they were
             held, need = sum(box.volume for box in boxes), whole.volume
-            what = (
-                f"{held} of the {need} elements" if held < need else f"overlapping pieces, but not all {need} elements,"
-            )
+            what = f"{held} of the {need} elements" if held < need else "pieces that overlap, but not all elements,"
             raise CheckpointError(
                 f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without "
                 "some of its ranks, or is damaged. Load another one."
@@ -102,12 +100,9 @@ class DataFiles:
             entry = entry.in_memory()
         if self.described.files is None:
             check_entry(entry)
-            return entry
-        found = entry.checksum(0, entry.length)
-        if found != stored.checksum:
+        elif (found := entry.checksum(0, entry.length)) != stored.checksum:
             check_entry(entry)  # this may say more exactly where
-            told = "none" if stored.checksum is None else f"{stored.checksum:08x}"
-            refuse(entry.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
+            refuse(entry.label, f"it is damaged: expected the checksum {stored.checksum or 0:08x}, got {found:08x}")
         return entry
 
     def _piece(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:

@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 #: The containers that are always made again without a template.
 BUILTIN: Final[dict[str, type]] = {
-    "dict": dict,
-    "list": list,
-    "tuple": tuple,
-    "OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
-    "collections.defaultdict": defaultdict,
-    "collections.deque": deque,
+    **{cls.__name__: cls for cls in (dict, list, tuple, OrderedDict)},
+    **{f"collections.{cls.__name__}": cls for cls in (Counter, defaultdict, deque)},
 }
 _NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 #: How the names of leaves begin that are made of several tensors.

@@ -260,21 +260,16 @@ def save(
             return with_checks(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
-    if isinstance(far := cast("Any", target), RemotePath):
-        with _errors_named(path):
-            upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
-        return
+    how = {"is_directory": found.is_directory, "overwrite": overwrite}
     by_several = not is_together and ranks.size > 1
-    whole = partial(
-        write_whole,
-        target,
-        is_directory=found.is_directory,
-        overwrite=overwrite,
-        protected=protected,
-        by_several=by_several,
-    )
+
+    def whole(fill: Callable[[Path], list[str]]) -> None:
+        write_whole(target, fill, **how, protected=protected, by_several=by_several)
+
     with _errors_named(path):
-        if by_all:
+        if isinstance(far := cast("Any", target), RemotePath):
+            upload_whole(far, write, together, **how)
+        elif by_all:
             _save_by_all(whole, ranks, write)
         else:
             together(lambda: whole(write) if ranks.rank == 0 or not is_together else None)
