@@ -142,11 +142,10 @@ def _cut(shape: Sequence[int], held: dict[int, list[Box]]) -> Cut:
     ranks: dict[tuple[int, int, int, int], set[int]] = {}
     for rank, boxes in held.items():
         for box in boxes:
-            spans = []
-            for dim in range(2):
-                at = dims[dim] if dim < len(dims) else None
-                size = 1 if at is None else max(1, shape[at])
-                start, stop = (0, 1) if at is None else (box.start[at], box.stop[at])
-                spans.append((round(1000 * start / size), round(1000 * (stop - start) / size)))
-            ranks.setdefault((spans[0][0], spans[1][0], spans[0][1], spans[1][1]), set()).add(rank)
+            spans = [(0, 1000), (0, 1000)]
+            for number, dim in enumerate(dims[:2]):
+                size = max(1, shape[dim])
+                spans[number] = round(1000 * box.start[dim] / size), round(1000 * box.sizes[dim] / size)
+            (top, height), (left, width) = spans
+            ranks.setdefault((top, left, height, width), set()).add(rank)
     return tuple([(*span, tuple(sorted(of))) for span, of in sorted(ranks.items())])

@@ -38,12 +38,11 @@ def require(holds: object, what: str) -> None:
 
 def find(name: str) -> Known | None:
     """Return what a name stands for. Enumerations are known if their module is imported already."""
-    known = KNOWN.get(name)
-    if known is None:
-        module, _, own = name.rpartition(".")
-        cls = vars(sys.modules[module]).get(own) if module in sys.modules else None
-        return Known(partial(_member, cls)) if isinstance(cls, type) and issubclass(cls, enum.Enum) else None
-    return known
+    if name in KNOWN:
+        return KNOWN[name]
+    module, _, own = name.rpartition(".")
+    cls = vars(sys.modules[module]).get(own) if module in sys.modules else None
+    return Known(partial(_member, cls)) if isinstance(cls, type) and issubclass(cls, enum.Enum) else None
 
 
 def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
