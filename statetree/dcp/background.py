@@ -219,25 +219,23 @@ class RunningSave:
 
         It is asked once more before a call waits: the save may have begun while the lock was waited for.
         """
-        self._check_thread(verb)
+        running = self.future  # which another thread may take away
+        if running is not None:
+            running.check_thread(verb)
         return self._calling
-
-    def _check_thread(self, verb: str) -> None:
-        if self.future is not None:
-            self.future.check_thread(verb)
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""
-        self._check_thread(verb)
         if self.future is not None:
+            self.future.check_thread(verb)
             on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
 
     def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""
-        self._check_thread(verb)
         running = self.future
         if running is None:
             return
+        running.check_thread(verb)
         error = running.exception()  # an interrupt while waiting leaves it to the next call
         self.future = None
         if error is not None and not running.is_delivered:

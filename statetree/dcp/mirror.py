@@ -196,7 +196,13 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
 
 def _folders_at(url: RemotePath) -> dict[int, RemotePath]:
     """Return the folders of steps, whatever is in them."""
-    matches = [(_NAME.fullmatch(place.name), place) for place in _asked(partial(_places_in, url))]
+
+    def places() -> list[RemotePath]:
+        with suppress(FileNotFoundError):  # nothing was uploaded yet
+            return list(url.iterdir())
+        return []
+
+    matches = [(_NAME.fullmatch(place.name), place) for place in _asked(places)]
     return {int(match[1]): place for match, place in matches if match}
 
 
@@ -206,12 +212,6 @@ def _asked(ask: Callable[[], T]) -> T:
         with suppress(OSError):
             return ask()
     return ask()
-
-
-def _places_in(folder: RemotePath) -> list[RemotePath]:
-    with suppress(FileNotFoundError):  # nothing was uploaded yet
-        return list(folder.iterdir())
-    return []
 
 
 def _save_in(folder: RemotePath) -> str | None:
