@@ -185,7 +185,6 @@ FEW = {
     "sparse_compressed",
     "nested_jagged",
     "quantized",
-    "storages",
     "shapes",
     "conj_and_neg",
     "requires_grad",

@@ -1,4 +1,4 @@
-"""Trees of tensors that are not one view on a storage, and of storages."""
+"""Trees of tensors that are not one view on a storage."""
 
 from __future__ import annotations
 
@@ -100,20 +100,6 @@ def quantized_below_a_byte(new: Ramp) -> Any:
 @tree(refused="_mkldnn")
 def mkldnn(new: Ramp) -> Any:
     return {"dense": new(1), "mkldnn": new(2, 3).to_mkldnn()}
-
-
-@tree()
-def storages(new: Ramp) -> Any:
-    base = new(4)
-    storage = base.untyped_storage()
-    return {
-        "untyped": storage,
-        "tensor": base[1:],
-        "typed": torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True),
-        "empty": torch.UntypedStorage(0),
-        "alone": torch.UntypedStorage([1, 2, 3]),
-        "again": storage,
-    }
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def fake(new: Ramp) -> Any:
         return {"fake": torch.empty(2, 3).t(), "int": torch.empty(4, dtype=torch.int64)[1:], "beside": [1]}
 
 
-@tree()
+@tree(refused="parameter")
 def uninitialized(new: Ramp) -> Any:
     parameter = torch.nn.UninitializedParameter(requires_grad=False)
     return {
@@ -217,4 +217,4 @@ def tied_across_containers(new: Ramp) -> Any:
     listed.weight = weight
     held = Held()
     held.tensor, held.part = weight, weight.detach()[1:]
-    return {"listed": listed, "frozen": Frozen(weight), "opaque": held, "storage": weight.untyped_storage()}
+    return {"listed": listed, "frozen": Frozen(weight), "opaque": held}

@@ -20,18 +20,13 @@ QUANTIZED: Final = frozenset(
 )
 
 
-def memory_state(value: Any) -> str:
-    """Say whether a value's elements are there."""
-    return "meta" if value.device.type == "meta" else "present"
-
-
 def _sparse_facts(value: torch.Tensor, own: Mapping[str, Any]) -> dict[str, Any]:
     return {  # in this order, which checkpoints keep
         "layout": value.layout,
         "shape": value.shape,
         "number of specified elements": value._nnz(),
         **own,
-        "memory": memory_state(value),
+        "memory": "meta" if value.is_meta else "present",
     }
 
 

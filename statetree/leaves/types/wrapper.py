@@ -178,13 +178,13 @@ def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 class UntraceableType(EngineLeafType):
-    """Wrapper subclasses that do not say what they are made of."""
+    """Wrapper subclasses that do not say what they are made of, uninitialized parameters, and bare storages."""
 
     def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__
         raise UnsupportedLeaf(
-            f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
-            f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
+            f"the leaf at %PATH% ({cls}) cannot be taken apart: expected a tensor with elements, or a subclass with "
+            f"__tensor_flatten__ and __tensor_unflatten__. Pass one, or use register_leaf_type({cls}, ...)."
         )
 
     def describe(self, value: Any) -> Mapping[str, Any]:

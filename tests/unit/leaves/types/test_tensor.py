@@ -7,8 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from statetree.leaves.types.fake import FAKE, UNINITIALIZED
-from statetree.leaves.types.storage import STORAGE
+from statetree.leaves.types.fake import FAKE
 from statetree.leaves.types.tensor import TENSOR
 from tests.judge import assert_trees_equal
 from tests.pace import units
@@ -31,7 +30,6 @@ TENSOR_TREES = [
         "inference_tensors",
         "on_meta",
         "fake",
-        "uninitialized",
         "tied",
         "tied_across_dtypes",
         "parameters_and_buffers",
@@ -42,7 +40,6 @@ TENSOR_TREES = [
         "nested_strided",
         "nested_jagged",
         "quantized",
-        "storages",
         "wrappers",
     }
 ]
@@ -358,7 +355,7 @@ def test_copies_of_quantized_tensors_can_be_used():
         assert torch.equal(again[name].dequantize(), made[name].dequantize())
 
 
-# Fake and uninitialized tensors, storages
+# Fake tensors
 
 
 def test_fake_tensors_stay_in_their_mode():
@@ -393,35 +390,10 @@ def test_fake_tensors_on_another_device():
     assert again.device.type in {"cuda", "cpu"}
 
 
-def test_uninitialized_parameters_can_be_materialised_afterwards():
-    lazy = torch.nn.LazyLinear(3)
-    weight = st.offload({"w": lazy.weight})["w"]
-    weight.materialize((3, 2))
-    assert weight.shape == (3, 2)
-    assert isinstance(lazy.weight, torch.nn.UninitializedParameter)
-
-
-def test_uninitialized_parameters_keep_attributes():
-    parameter = torch.nn.UninitializedParameter(dtype=torch.float64)
-    parameter.note, parameter.extra = ["note"], torch.ones(1)
-    again = alone(parameter)
-    assert (type(again), again.dtype, again.note) == (torch.nn.UninitializedParameter, torch.float64, ["note"])
-    assert_trees_equal(again.extra, parameter.extra)
-
-
-def test_a_storage_and_a_tensor_on_it_are_tied():
-    tensor = torch.arange(4.0)
-    again = repacked({"storage": tensor.untyped_storage(), "tensor": tensor})
-    again["tensor"][0] = 9
-    assert again["storage"].data_ptr() == again["tensor"].data_ptr()
-    assert tensor[0] == 0
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
-def test_a_storage_offloaded_beside_others_holds_its_own_bytes_only(shared):
-    tree = [torch.UntypedStorage([number] * 3) for number in range(5)]
-    again = st.offload(tree, share_memory=shared)
-    assert [list(storage) for storage in again] == [list(storage) for storage in tree]
+@pytest.mark.parametrize("value", [torch.nn.UninitializedParameter(), torch.UntypedStorage(3)], ids=["lazy", "storage"])
+def test_what_has_no_elements_or_no_dtype_is_refused(value):
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x \(U\w+\) cannot be taken apart: .*with elements"):
+        st.offload({"x": value})
 
 
 # What must agree
@@ -453,10 +425,6 @@ def test_facts_differ_where_bytes_do_not_fit():
     for one, other in pairs:
         assert facts_of(one) != facts_of(other), (one, other)
         assert facts_of(one) == facts_of(one.clone() if not one.is_meta else one)
-    assert facts_of(torch.UntypedStorage(2), STORAGE) != facts_of(torch.UntypedStorage(3), STORAGE)
-    assert facts_of(torch.nn.UninitializedParameter(), UNINITIALIZED) != facts_of(
-        torch.nn.UninitializedParameter(dtype=torch.float64), UNINITIALIZED
-    )
     with FakeTensorMode():
         assert facts_of(torch.empty(2), FAKE) != facts_of(torch.empty(3), FAKE)
 
