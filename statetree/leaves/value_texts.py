@@ -21,10 +21,9 @@ from statetree.chunks.boxes import whole_box
 from statetree.key_paths import ADDRESS, exactly
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.parts import unpack
-from statetree.leaves.types.arrays import is_array
-from statetree.leaves.types.opaque import Rest
+from statetree.leaves.types.opaque import Rest, is_array
 from statetree.leaves.types.special import special_layout
-from statetree.spans.sums import ALL, piece_sums
+from statetree.spans.sums import piece_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,7 +90,7 @@ class _Texts:
         known = {"shape": tuple(value.shape)} if special is None else dict(special.describe(value))
         known.pop("memory", None)
         parts = unpack("read", [value], list, memory=False).parts
-        sums = [[] if p.is_meta else piece_sums(p, whole_box(p.shape), tuple(p.shape), ALL).tolist() for p in parts]
+        sums = [[] if p.is_meta else piece_sums(p, whole_box(p.shape), tuple(p.shape)).tolist() for p in parts]
         return self.of([value.dtype, known, [(part.dtype, part.is_meta) for part in parts], sums])
 
     def _inside(self, value: Any) -> str:

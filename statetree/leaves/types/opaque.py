@@ -21,7 +21,6 @@ import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
-from statetree.leaves.types.arrays import is_array, reduced_array
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
@@ -32,6 +31,12 @@ if TYPE_CHECKING:
 
 #: How many bytes of buffers are compared at a time.
 _PIECE: Final = 1 << 20
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy, which is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 class Borrowed(NamedTuple):
@@ -128,14 +133,11 @@ class TakeApart(pickle.Pickler):
         return index
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take apart generators of random numbers, and arrays, in a way of our own."""
+        """Take apart generators of random numbers in a way of our own."""
         if type(obj) is torch.Generator:
             return _generator, (obj.device, obj.get_state())
-        if not is_array(obj):
-            return NotImplemented
-        result = reduced_array(obj)
-        self._copies_bytes |= result is NotImplemented  # NumPy's own arrays lie in the bytes that they are made of
-        return result
+        self._copies_bytes |= is_array(obj)  # NumPy makes arrays with gaps in the very bytes that it was given
+        return NotImplemented
 
     def rest(self) -> Rest:
         """Return what was made of the value beside the tensors."""
@@ -209,11 +211,6 @@ class _PutTogether(pickle.Unpickler):
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 
-def _cannot_be_taken_apart(value: Any, expected: str, remedy: str) -> UnsupportedLeaf:
-    msg = f"the leaf at %PATH% ({type(value).__qualname__}) cannot be taken apart: {expected}. {remedy}."
-    return UnsupportedLeaf(msg)
-
-
 class OpaqueType(EngineLeafType):
     """Any object that pickle can take apart. The leaf types of classes inside are looked up."""
 
@@ -232,21 +229,18 @@ class OpaqueType(EngineLeafType):
                 pickler.dump(value)
         except StateTreeError:
             raise
-        except RecursionError as error:
-            expected = "expected objects nested a few hundred deep at most, got more"
-            remedy = "Raise Python's recursion limit (sys.setrecursionlimit), or nest less"
-            raise _cannot_be_taken_apart(value, expected, remedy) from error
         except Exception as error:
             cls = type(value).__qualname__
             remedy = (
-                f"or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
-                f"(register_leaf_type({cls}, None))"
+                f"Leave it out of the state, or register {cls} as a container (register_container), or, if it holds no "
+                f"tensors, as an atom (register_leaf_type({cls}, None))."
             )
-            # A generator, a lock, an open file: nothing to register as a container, and no name to write.
-            if type(value).__module__ in sys.builtin_module_names:
-                remedy = "or register its class as an atom, passed by identity (register_leaf_type(type(value), None))"
-            expected = f"expected an object that can be pickled, got {type(error).__name__}: {error}"
-            raise _cannot_be_taken_apart(value, expected, f"Leave it out of the state, {remedy}") from error
+            if isinstance(error, RecursionError):
+                remedy = "Raise Python's recursion limit (sys.setrecursionlimit), or nest less."
+            raise UnsupportedLeaf(
+                f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "
+                f"{type(error).__name__}: {error}. {remedy}"
+            ) from error
         return pickler.tensors, pickler.rest()
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:

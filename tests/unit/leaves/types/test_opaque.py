@@ -65,7 +65,6 @@ def test_a_tensor_met_twice_is_one_part():
         TwoTensors(torch.ones(2), torch.zeros(2), "note"),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
-        torch.UntypedStorage([1, 2]),
         torch.ones(2).as_strided((2, 2), (0, 1)),
         torch.empty(2, device="meta"),
         np.arange(4).reshape(2, 2),
@@ -306,9 +305,7 @@ def test_what_pickle_refuses_is_refused_with_path_and_remedy(name, place):
     text = str(caught.value)
     assert str(caught.value.path) == "a.1"
     assert "Leave it out of the state" in text
-    is_users = place == "in_an_object" or name in {"thread", "file"}  # others are written in C
     assert "register_leaf_type" in text
-    assert ("register_container" in text) == is_users
     assert "%PATH%" not in text
     assert isinstance(caught.value.__cause__, Exception)
 
