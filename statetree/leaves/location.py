@@ -13,10 +13,12 @@ from statetree.errors import (
     pass_on_from_signal,
 )
 from statetree.key_paths import Path
-from statetree.leaves.builtin import leaf_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+#: How many characters of somebody else's message are shown.
+_LONGEST: Final = 200
 
 
 def located_error(
@@ -41,30 +43,9 @@ def located_error(
         message = str(error).replace("%PATH%", str(path) or "<root>")
         error.args = (message,)  # it is shown as the cause
         return UnsupportedLeaf(f"{verb}: {message}", path)
+    line = str(error).strip().split("\n", 1)[0].rstrip(".")  # without the tables and advice that torch appends
     msg = (
         f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
-        f"{_shown(error)}. {_remedy(error, leaves[index])}"
+        f"{type(error).__name__}: {line[:_LONGEST]}. Convert it first, or mend or register its leaf type."
     )
     return UnsupportedLeaf(msg, path)
-
-
-#: How many characters of somebody else's message are shown.
-_LONGEST: Final = 200
-
-
-def _shown(error: Exception) -> str:
-    """Return the class of an error and what it says, without the tables and advice that torch appends."""
-    line = str(error).strip().split("\n", 1)[0].rstrip(".")
-    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__  # a MemoryError says nothing
-
-
-def _remedy(error: Exception, leaf: Any) -> str:
-    if isinstance(error, MemoryError):
-        return "Free memory, and try again."
-    leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is not None and leaf_type.registered:
-        return "Look at its leaf type."
-    if type(leaf).__module__.split(".")[0] in {"builtins", "torch"}:
-        return "Convert it first."
-    return "Register its class with register_leaf_type."

@@ -15,11 +15,10 @@ from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import sharing
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
-from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import quietly, set_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
@@ -58,9 +57,9 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
         changing.update((part, at[place]) for part in parts)
         if place in unpacked.recipes:
             recipes[place] = recipe
-    _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
     objects = {index: leaf for index, leaf in now.items() if is_value(leaf)}
-    _check_objects(verb, {part: unpacked.parts[part] for part in changing}, changing, objects, paths)
+    changed = {at[place] for place in chosen}
+    _check_ties(verb, unpacked, at, changed, changing, objects, paths)
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
     packed = replace(unpacked, recipes=recipes).pack(fresh)
     for place in chosen:
@@ -101,45 +100,35 @@ def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[R
 
 
 def _check_ties(
-    verb: str, unpacked: Unpacked, chosen: Sequence[int], changing: dict[int, int], paths: Sequence[Path]
-) -> None:
-    """Raise ``TreeMismatch`` if tensors have elements in common that would get two dtypes."""
-    dtypes, owners = unpacked.columns.dtypes, unpacked.owners
-    found = []
-    for place in sorted(set(range(len(unpacked.leaves))).difference(chosen)):
-        for part in changing.keys() & unpacked.parts_of(place):  # one tensor in two places, only one of which is meant
-            tied = next(other for other in chosen if part in unpacked.parts_of(other))
-            found.append(Difference(paths[tied], "ties", "another dtype", f"one tied to {paths[place]}"))
-    real = [part for part, tensor in enumerate(unpacked.parts) if not tensor.is_meta]
-    for first, second in shared_elements(Columns([unpacked.parts[part] for part in real])):
-        a, b = real[first], real[second]
-        if (a in changing) is not (b in changing) or (a in changing and dtypes[a] != dtypes[b]):
-            one, other = (a, b) if a in changing else (b, a)
-            found.append(Difference(paths[owners[one]], "ties", "another dtype", f"one tied to {paths[owners[other]]}"))
-    if found:
-        raise TreeMismatch.between(verb, found, "Convert all leaves that share memory, or none.")
-
-
-def _check_objects(
     verb: str,
-    parts: Mapping[int, torch.Tensor],
-    owners: Mapping[int, int],
+    unpacked: Unpacked,
+    at: Sequence[int],
+    changed: Collection[int],
+    changing: Mapping[int, int],
     objects: Mapping[int, Any],
     paths: Sequence[Path],
 ) -> None:
-    """Raise ``TreeMismatch`` if objects, which stay as they are, hold views on tensors that change."""
-    held: list[tuple[int, torch.Tensor]] = []
+    """Raise ``TreeMismatch`` if tensors have elements in common that would get two dtypes.
+
+    ``changed`` are leaves, and ``changing`` their parts. ``objects`` stay as they are, with all tensors that they hold.
+    """
+    tied: list[tuple[int, int]] = []
+    for place, index in enumerate(at):
+        if index not in changed:  # one tensor in two places, only one of which is meant
+            tied += [(changing[part], index) for part in changing.keys() & unpacked.parts_of(place)]
+    rows = [((at[owner], part in changing), unpacked.parts[part]) for part, owner in enumerate(unpacked.owners)]
     for index, value in objects.items():
         with suppress(UnsupportedLeaf):  # what cannot be looked into is passed on
-            held += [(index, part) for part in unpack(verb, [value], lambda: paths, memory=False).parts]
-    tied = sharing([*((owners[part], tensor) for part, tensor in parts.items()), *held]) if held else []
-    found = [
-        Difference(paths[one], "ties", "another dtype", f"one that the object at {paths[other]} holds")
-        for one, other in tied
-        if one not in objects and other in objects
-    ]
-    if found:
-        raise TreeMismatch.between(verb, found, "Pass the object's state_dict(), or leave these leaves out with where.")
+            held = unpack(verb, [value], lambda: paths, memory=False).parts
+            rows += [((index, False), part) for part in held]
+    labelled = [((index, changes, tensor.dtype), tensor) for (index, changes), tensor in rows]
+    for (one, changes, dtype), (other, also, other_dtype) in sharing(labelled):
+        if changes and not (also and dtype == other_dtype):
+            tied.append((one, other))
+    if tied:
+        found = [Difference(paths[one], "ties", "another dtype", f"one tied to {paths[other]}") for one, other in tied]
+        remedy = "Convert all leaves that share memory, or none. In the place of an object, pass its state_dict()."
+        raise TreeMismatch.between(verb, found, remedy)
 
 
 def _converted(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from fractions import Fraction
 from functools import cache
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from statetree.errors import StateTreeError
 from statetree.key_paths import Path
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.leaves.parts import Unpacked
+
+
+T = TypeVar("T")
 
 
 @quietly
@@ -141,7 +144,7 @@ def object_ties(
     return found
 
 
-def sharing(rows: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
+def sharing(rows: Iterable[tuple[T, torch.Tensor]]) -> list[tuple[T, T]]:
     """Return, both ways round, which leaves have elements in common, of tensors with the leaf of each."""
     real = [(leaf, tensor) for leaf, tensor in rows if tensor.numel() and not tensor.is_meta]
     pairs = shared_elements(Columns([tensor for _, tensor in real]))

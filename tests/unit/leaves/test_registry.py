@@ -8,10 +8,9 @@ import torch
 
 import statetree as st
 from statetree.leaves.builtin import OPAQUE, facts, is_plain, leaf_type_of
-from statetree.leaves.types.fake import FAKE, UNINITIALIZED
-from statetree.leaves.types.storage import STORAGE
+from statetree.leaves.types.fake import FAKE
 from statetree.leaves.types.tensor import TENSOR
-from statetree.leaves.types.wrapper import WRAPPER
+from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
 from tests.judge import assert_independent, assert_trees_equal, tree_differences
 from tests.repack import copies, repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES, TREES
@@ -101,10 +100,10 @@ def test_a_lone_leaf_that_cannot_be_taken_apart_is_at_the_root():
         (torch.nn.Buffer(torch.zeros(1)), TENSOR),
         (torch.zeros(1).as_subclass(PlainSubclass), TENSOR),
         (SubclassOfParameter(torch.zeros(1)), TENSOR),
-        (torch.nn.UninitializedParameter(), UNINITIALIZED),
-        (torch.nn.UninitializedBuffer(), UNINITIALIZED),
+        (torch.nn.UninitializedParameter(), UNTRACEABLE),
+        (torch.nn.UninitializedBuffer(), UNTRACEABLE),
         (TwoTensors(torch.zeros(1), torch.zeros(1)), WRAPPER),
-        (torch.UntypedStorage(1), STORAGE),
+        (torch.UntypedStorage(1), UNTRACEABLE),
         (Held(), OPAQUE),
         ({1}, OPAQUE),
         (torch.Generator(), OPAQUE),
@@ -131,7 +130,7 @@ def test_a_fake_tensor_has_its_own_leaf_type():
 
 
 def test_leaf_types_follow_the_protocol():
-    for leaf_type in (TENSOR, FAKE, UNINITIALIZED, STORAGE, WRAPPER, OPAQUE):
+    for leaf_type in (TENSOR, FAKE, WRAPPER, OPAQUE):
         assert isinstance(leaf_type, st.LeafType)
 
 
@@ -364,7 +363,7 @@ def test_what_pack_raises_becomes_an_unsupported_leaf_with_its_path():
     ids=["unpack raises", "pack raises", "unpack returns a generator"],
 )
 def test_what_is_registered_is_not_to_be_registered(functions):
-    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x\.0 .*Error: .*\. Look at its leaf type\.$"):
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x\.0 .*Error: .*, or mend or register its leaf type\.$"):
         repacked(registered_with(**functions))
 
 
