@@ -34,11 +34,7 @@ def collective(transform: F) -> F:
     It takes ``group`` and ``timeout`` by keyword. If it is leafwise, it has to be called with the same buckets, too.
     Inside it, autograd, modes of the user and a default device are off.
     """
-    return collective_unless(_never)(transform)
-
-
-def _never(_: Mapping[str, Any]) -> bool:
-    return False
+    return collective_unless(lambda _: False)(transform)
 
 
 def collective_unless(alone: Callable[[Mapping[str, Any]], bool]) -> Callable[[F], F]:

@@ -150,12 +150,7 @@ class _Guarded:
 
 def same_key(a: Any, b: Any) -> bool:
     """Whether two keys agree in value and type (``1``, ``1.0`` and ``True`` do not; NaN agrees with NaN)."""
-    if a is b:
-        return True
-    try:
-        return bool(key_identity(a) == key_identity(b))
-    except Exception:  # noqa: BLE001 - a key whose __eq__ does not answer is not known to be the same
-        return False
+    return a is b or bool(key_identity(a) == key_identity(b))
 
 
 def printable(text: str) -> str:
@@ -193,10 +188,6 @@ def exactly(key: Any) -> str:
         return object.__repr__(key)
 
 
-def _render_exactly(path: tuple[Any, ...]) -> str:
-    return "".join(f".{key!s}" if type(key) is Attr else f"[{exactly(key)}]" for key in path)
-
-
 def _hashable(key: Any) -> Hashable:
     if isinstance(key, float) and key != key:
         return "nan"
@@ -229,7 +220,7 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
     for key, path in zip(plain, paths, strict=True):
         unique = key
         if counts[key] > 1:
-            exact = unique = _render_exactly(path)
+            exact = unique = "".join(f".{part!s}" if type(part) is Attr else f"[{exactly(part)}]" for part in path)
             while unique in taken:
                 numbers[exact] += 1
                 unique = f"{exact}~{numbers[exact] + 1}"
@@ -247,7 +238,7 @@ def literal(text: str) -> str:
     return re.sub(r"(^!|[\\*{}])", r"\\\1", text)
 
 
-def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def nearest(text: str, keys: Iterable[str]) -> str | None:
     """Return the rendered path that a mistyped one most likely stands for, or ``None`` if none is near.
 
     Example:
@@ -258,4 +249,4 @@ def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | Non
     words = set(text.split("."))
     # Most paths have most components in common with the one that is meant: the others need no slow comparison.
     likely = sorted(keys, key=lambda key: (-len(words.intersection(key.split("."))), abs(len(key) - len(text))))
-    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1, cutoff=cutoff)), None)
+    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1)), None)

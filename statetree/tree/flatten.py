@@ -100,8 +100,6 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
     Raises:
         TreeMismatch: If the number of leaves is not that of the structure.
     """
-    if isinstance(leaves, TreeSpec):
-        raise TypeError("unflatten: the arguments are swapped: expected (spec, leaves), got (leaves, spec).")
     if not isinstance(cast("Any", spec), TreeSpec):
         raise TypeError(f"unflatten: expected the TreeSpec that flatten returned, got {type(spec).__qualname__}.")
     return spec.unflatten(leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections import OrderedDict, defaultdict, deque
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.key_paths import Attr
@@ -41,13 +42,16 @@ class InstanceContainer(Container):
     method and no constructor of the subclass runs.
     """
 
-    __slots__ = ("base", "fields", "slots")
+    __slots__ = ("base", "fields", "names", "slots")
 
-    def __init__(self, cls: type, family: Hashable, *, base: Any, fields: Iterable[str] = ()) -> None:
+    def __init__(
+        self, cls: type, family: Hashable, *, base: Any, fields: Iterable[str] = (), names: tuple[str, ...] = ()
+    ) -> None:
         keyed = base is object or issubclass(base, dict)
         super().__init__(cls, family, keyed=keyed)
         self.base = base
         self.fields = tuple(fields)
+        self.names = names  # of the items of a namedtuple
         self.slots = slots_of(cls)
 
     def attributes(self, container: Any) -> tuple[dict[str, Any], bool]:
@@ -80,7 +84,7 @@ class InstanceContainer(Container):
                 extra = _default_factory.__get__(container)
         else:
             children = list(base.__iter__(container))
-            keys = tuple(range(len(children)))
+            keys = self.names or tuple(range(len(children)))
             if base is deque:
                 extra = _maxlen.__get__(container)
         state, are_items = self.attributes(container)
@@ -109,13 +113,12 @@ class InstanceContainer(Container):
         return fresh
 
     def without_attributes(self, aux: Any, gone: Collection[str]) -> Any:
-        extra, attributes = aux
         if not gone:
             return aux
-        rows = zip(attributes.names, attributes.frozen, strict=True)
-        kept = [(name, frozen) for name, frozen in rows if name not in gone]
-        names, values = tuple([name for name, _ in kept]), tuple([frozen for _, frozen in kept])
-        return extra, Attributes(names, values, attributes.are_items)
+        extra, attributes = aux
+        stays = [name not in gone for name in attributes.names]
+        names, frozen = (*compress(attributes.names, stays),), (*compress(attributes.frozen, stays),)
+        return extra, attributes._replace(names=names, frozen=frozen)
 
     def _builtin_part(self, extra: Any, keys: tuple[Any, ...], items: Sequence[Any]) -> Any:
         base, cls = self.base, self.cls
@@ -169,20 +172,6 @@ def slots_of(cls: type) -> dict[str, Any]:
     return slots
 
 
-class NamedTupleContainer(InstanceContainer):
-    """A namedtuple: its children go by the names of the fields."""
-
-    __slots__ = ("names",)
-
-    def __init__(self, cls: type) -> None:
-        super().__init__(cls, cls, base=tuple)
-        self.names = tuple(cls._fields)  # type: ignore[attr-defined]
-
-    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
-        children, keys, aux = super().flatten(container, freeze)
-        return children, self.names + keys[len(self.names) :], aux
-
-
 def _is_python_above(cls: type, base: type) -> bool:
     """Whether nothing between a class and its base is written in C, so that the base can make its instances.
 
@@ -193,22 +182,12 @@ def _is_python_above(cls: type, base: type) -> bool:
 
 def instance_container(cls: type) -> Container | None:
     """Return how instances of a class are taken apart that is none of the builtin ones, or ``None`` for leaves."""
-    families: tuple[tuple[type, Hashable], ...] = (
-        (OrderedDict, "mapping"),
-        (defaultdict, "mapping"),
-        (dict, "mapping"),
-        (list, "list"),
-        (tuple, "tuple"),
-        (deque, "deque"),
-    )
-    for base, family in families:
+    for base in (OrderedDict, defaultdict, dict, list, tuple, deque):
         if issubclass(cls, base):
+            family = "mapping" if issubclass(base, dict) else base.__name__
             return InstanceContainer(cls, family, base=base) if _is_python_above(cls, base) else None
-    fields: tuple[str, ...] | None = None
-    if dataclasses.is_dataclass(cls):
-        fields = tuple([field.name for field in dataclasses.fields(cls)])
-    elif hasattr(cls, "__attrs_attrs__"):
-        fields = tuple([attribute.name for attribute in cls.__attrs_attrs__])
-    if fields is None or not _is_python_above(cls, object):
+    is_attrs = hasattr(cls, "__attrs_attrs__")
+    if not (is_attrs or dataclasses.is_dataclass(cls)) or not _is_python_above(cls, object):
         return None
-    return InstanceContainer(cls, cls, base=object, fields=fields)
+    fields: Any = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else getattr(cls, "__attrs_attrs__", ())
+    return InstanceContainer(cls, cls, base=object, fields=[field.name for field in fields])

@@ -14,7 +14,6 @@ from statetree.tree.renaming import located
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.tree.containers import Container
     from statetree.tree.spec import TreeSpec
 
 _GONE = object()
@@ -48,18 +47,13 @@ def pruned(verb: str, spec: TreeSpec, leaves: Sequence[Any], kept: Sequence[bool
             stays = [not gone for gone in map(or_, lost, hollow)]
             gone = {str(key) for key, stay in zip(keys, stays, strict=True) if type(key) is Attr and not stay}
             aux = kind.without_attributes(aux, gone)
-            keys = _remaining(kind, list(compress(keys, stays)))
+            keys = (*compress(keys, stays),)
+            if not kind.keyed:  # items of sequences are numbered anew
+                count = kind.num_items(keys)
+                keys = (*range(count), *keys[count:])
             children = list(compress(children, stays))
         made.append(kind.unflatten(aux, keys, children))
     return made[-1]
-
-
-def _remaining(kind: Container, keys: list[Any]) -> tuple[Any, ...]:
-    """Return the keys of a container that some are gone from: items of sequences are numbered anew."""
-    if kind.keyed:
-        return tuple(keys)
-    count = kind.num_items(tuple(keys))
-    return (*range(count), *keys[count:])
 
 
 def _refuse(verb: str, spec: TreeSpec, node: int, key: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from statetree.tree.atoms import is_atom_type
 from statetree.tree.containers import Container
-from statetree.tree.instances import NamedTupleContainer, instance_container
+from statetree.tree.instances import InstanceContainer, instance_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,8 +140,6 @@ _LEAF_BASES: set[type] = set()
 #
 # What the collector calls costs something: if a signal comes while it collects, the signal's handler runs in there, and
 # Python drops what it raises (a Ctrl-C). So nothing is called as long as all classes are those of modules that stay.
-_MET: Final[dict[tuple[str, str], int]] = {}
-_HOMES: Final[dict[str, int]] = {}
 #: The flag of classes that are made as a program runs, by a ``class`` statement too. The others are never freed.
 _HEAP: Final = 1 << 9
 
@@ -153,19 +151,11 @@ def forget_later(cls: type, forget: Callable[[str, Mapping[str, int]], None]) ->
 
 
 def _stays(cls: type) -> bool:
-    """Whether a module has the class under its name, no earlier one had that, and the modules of all classes are there.
-
-    A cell of a notebook that runs twice makes a class twice; a module of plugins may be thrown away.
-    """
-    try:
-        found: Any = sys.modules[cls.__module__]
-        _HOMES.setdefault(cls.__module__, id(found))
-        for name in cls.__qualname__.split("."):
-            found = vars(found)[name]
-        known = _MET.setdefault((cls.__module__, cls.__qualname__), id(cls))
-    except (KeyError, AttributeError, TypeError, ImportError):  # of classes and modules that are like no others
-        return False
-    return found is cls and known == id(cls) and all(id(sys.modules.get(name)) == of for name, of in _HOMES.items())
+    """Whether a module has the class under its name, and so keeps it."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found is cls
 
 
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
@@ -183,14 +173,14 @@ def container_of(cls: type) -> Container | None:
         return CONTAINERS[cls]
     except KeyError:
         forget_later(cls, _forget_unused)
-        if _is_leaf_class(cls):
+        is_leaf = is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module))
+        if is_leaf or not _LEAF_BASES.isdisjoint(cls.__mro__):
             LEAF_CLASSES.add(cls)
             CONTAINERS[cls] = None
             return None
         kind = _recognised(cls)
-        if kind is not None:
-            return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
-        return None  # an unknown class may yet be registered with optree, so that it is asked about every time
+        # Another thread may have been quicker. An unknown class may yet be registered with optree: it is asked again.
+        return None if kind is None else CONTAINERS.setdefault(cls, kind)
 
 
 def declare_leaf_class(cls: type, *, subclasses: bool = False) -> None:
@@ -308,12 +298,6 @@ def _take_back(cls: type) -> None:
         optree.unregister_pytree_node(cls, namespace=NAMESPACE)
 
 
-def _is_leaf_class(cls: type) -> bool:
-    return (
-        is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)) or not _LEAF_BASES.isdisjoint(cls.__mro__)
-    )
-
-
 def _recognised(cls: type) -> Container | None:
     """Return what a class is that is met for the first time, if it is a container."""
     entry = _registered_entry(cls)
@@ -323,4 +307,6 @@ def _recognised(cls: type) -> Container | None:
         # Others, such as time.struct_time, have fields that the sequence does not show, or cannot be made at all.
         complete = cls.n_fields == cls.n_sequence_fields and "__new__" in vars(cls)  # type: ignore[attr-defined]
         return _StructSequence(cls) if complete else None
-    return NamedTupleContainer(cls) if optree.is_namedtuple_class(cls) else instance_container(cls)
+    if optree.is_namedtuple_class(cls):
+        return InstanceContainer(cls, cls, base=tuple, names=tuple(cls._fields))  # type: ignore[attr-defined]
+    return instance_container(cls)

@@ -71,10 +71,7 @@ class TreeSpec:
         return _loaded, (by_class(self.nodes), self.num_leaves)
 
     def __hash__(self) -> int:
-        try:
-            return hash((self.num_leaves, tuple([(node[0], (*map(key_identity, node[1]),)) for node in self.nodes])))
-        except TypeError:  # keys that a registered flatten function made up need not be hashable
-            return hash((self.num_leaves, tuple([node[0] for node in self.nodes])))
+        return hash((self.num_leaves, tuple([(node[0], (*map(key_identity, node[1]),)) for node in self.nodes])))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeSpec):

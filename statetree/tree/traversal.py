@@ -162,19 +162,13 @@ def traverse(
             kind = kind_of(cls, _UNSEEN)
             if kind is _UNSEEN:
                 kind = container_of(cls)
-            if kind is not None and is_leaf is not None:
-                try:
-                    kind = None if is_leaf(child) else kind
-                except Exception as error:
-                    note_leaf(error, _path_of([*frames, frame], index), child)
-                    raise
-            if kind is None:
-                leaves.append(child)
-                continue
-            if met is not None and id(child) in met:
-                leaves.append(Repeated(met[id(child)][1]))
-                continue
             try:
+                if kind is None or (is_leaf is not None and is_leaf(child)):
+                    leaves.append(child)
+                    continue
+                if met is not None and id(child) in met:
+                    leaves.append(Repeated(met[id(child)][1]))
+                    continue
                 children, keys, aux = kind.flatten(child, freeze)
             except Exception as error:
                 note_leaf(error, _path_of([*frames, frame], index), child)

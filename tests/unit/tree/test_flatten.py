@@ -514,7 +514,7 @@ def test_leaves_for_a_tree_without_any():
 
 
 def test_swapped_arguments_are_named():
-    with pytest.raises(TypeError, match=r"unflatten: the arguments are swapped"):
+    with pytest.raises(TypeError, match=r"unflatten: expected the TreeSpec that flatten returned, got list"):
         st.unflatten(*st.flatten([1, 2]))
 
 
