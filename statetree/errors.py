@@ -13,7 +13,7 @@ import warnings
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
-from statetree.key_paths import is_tensor, literal, nearest, printable
+from statetree.key_paths import is_tensor, literal, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,12 +145,11 @@ def _is_given(frame: FrameType, caller: FrameType) -> bool:
 
 def describe_leaf(leaf: Any) -> str:
     """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
-    if is_tensor(leaf):
-        try:
-            return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
-        except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say
-            return type(leaf).__qualname__
-    return type(leaf).__qualname__
+    name = type(leaf).__qualname__
+    try:
+        return f"{name} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}" if is_tensor(leaf) else name
+    except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say
+        return name
 
 
 def note_leaf(error: BaseException, path: Path, leaf: Any) -> None:
@@ -200,17 +199,10 @@ class TreeMismatch(StateTreeError, ValueError):
         """
         missing = [found for found in differences if found.kind == "missing"]
         if names is None:
-            ours, theirs = (
-                [str(found.path) for found in missing if getattr(found, side) == "absent"] for side in ("right", "left")
-            )
-            names = ours, theirs
+            ours = [str(found.path) for found in missing if found.right == "absent"]
+            names = ours, [str(found.path) for found in missing if found.left == "absent"]
         hint = prefix_hint(*names, ("given", "expected")) if missing else ""
         lines = list(map(_told, differences))
-        absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
-        for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
-            if found.kind == "missing" and found.left != "absent":
-                meant = nearest(str(found.path), absent, cutoff=0.8)
-                lines[index] += f" Did you mean {meant}?" if meant else ""
         places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
         return cls(f"{verb}: {places}{shown(lines)} {remedy}{hint and ' '}{hint}", differences)
 
