@@ -163,9 +163,7 @@ _EXACT_TOGETHER: Final = frozenset(_WIDE.union(_INTEGERS.values(), (torch.int8,)
 
 def copied_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype as which elements of a dtype are copied: its own, or integers of its size."""
-    if dtype not in COPIED_AS_INTEGERS:
-        return dtype
-    return _INTEGERS[dtype.itemsize]
+    return _INTEGERS[dtype.itemsize] if dtype in COPIED_AS_INTEGERS else dtype
 
 
 def without_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -192,9 +190,8 @@ def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(copied_dtype(tensor.dtype)) if tensor.dtype in COPIED_AS_INTEGERS else tensor
 
 
-def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose negative bit is the other way about."""
-    return torch._neg_view(tensor)
+#: Makes a view whose negative bit is the other way about.
+negated_view: Final[Any] = torch._neg_view
 
 
 def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,10 +288,9 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def shared_storage(nbytes: int, descriptor: int | None = None) -> torch.UntypedStorage:
     """Return host memory that other processes can map: that of an open file of this size, which may be closed then."""
     cls: Any = torch.UntypedStorage  # with methods that its type does not know
-    storage: torch.UntypedStorage = (
-        cls._new_shared(nbytes, device="cpu") if descriptor is None else cls._new_shared_fd_cpu(descriptor, nbytes)
-    )
-    return storage
+    made: torch.UntypedStorage
+    made = cls._new_shared(nbytes, device="cpu") if descriptor is None else cls._new_shared_fd_cpu(descriptor, nbytes)
+    return made
 
 
 def geometry_guard(
@@ -310,7 +306,7 @@ def geometry_guard(
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes = {"dynamic_dims_sizes": _as_lists(shapes), "dynamic_dims_strides": _as_lists(strides)}
+        sizes = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
         check = _while_recording(TensorGuards, *tensors, **sizes).check
     except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
         return None
@@ -325,10 +321,6 @@ def _while_recording(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     finally:
         torch._C._set_grad_enabled(recording)
-
-
-def _as_lists(rows: Sequence[Any]) -> Any:
-    return [list(row) for row in rows]
 
 
 def device_types(group: Any) -> Sequence[torch.device]:

@@ -21,8 +21,6 @@ from statetree.tree.registry import register_container
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
@@ -105,7 +103,7 @@ def _check_bound(leaf: Any, parts: Sequence[Any]) -> None:
         {
             storage_key(part.untyped_storage())
             for part in unpack("", [value], list, memory=False).parts
-            if _is_here(part)
+            if not part.is_meta and part.numel()
         }
         for value in (leaf, tensors)
     )
@@ -114,10 +112,6 @@ def _check_bound(leaf: Any, parts: Sequence[Any]) -> None:
             f"the leaf at %PATH% ({type(leaf).__qualname__}) is a copy of the parts that it is put together of: "
             "expected views of them, in which later elements are seen. Do not prepare the call."
         )
-
-
-def _is_here(part: torch.Tensor) -> bool:
-    return not part.is_meta and part.numel() > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -181,9 +175,7 @@ class Recipe:
 
 def _given(old: Any, new: Any) -> Any:
     """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
-    as_list = isinstance(old, ListedPart) and old.is_listed
     if isinstance(new, LeafPart) and new.stays_part:
         return new
-    if isinstance(new, LeafPart):
-        return list(new.tensors) if as_list else new.tensors[0]
-    return [new] if as_list else new
+    tensors = list(new.tensors) if isinstance(new, LeafPart) else [new]
+    return tensors if isinstance(old, ListedPart) and old.is_listed else tensors[0]

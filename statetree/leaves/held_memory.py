@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import attrgetter, is_not
+from itertools import zip_longest
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -77,15 +78,10 @@ class HeldMemory:
         """Return the path of the first leaf whose memory, or look on it, is another one by now; ``None`` if none is."""
         parts, owners = self._parts()
         sizes = list(map(len, self._storages))
-        if owners != self._owners:
-            different = map(is_not, [*owners, None], [*self._owners, None])
-            return self._spec.paths()[self._owners[min(list(different).index(True), len(self._owners) - 1)]]
-        same_memory = sizes == self._sizes and addresses(parts) == self._addresses
+        same_memory = (owners, sizes) == (self._owners, self._sizes) and addresses(parts) == self._addresses
         if same_memory and self._looks_alike is not None and self._looks_alike(parts):
             return None
-        facts = _facts(Columns(parts))
-        if same_memory and facts == self._known:
-            return None
-        rows = zip(*facts, sizes, strict=True), zip(*self._known, self._sizes, strict=True)
-        changed = next(index for index, (now, then) in enumerate(zip(*rows, strict=True)) if now != then)
-        return self._spec.paths()[self._owners[changed]]
+        now = [*zip_longest(owners, sizes, *_facts(Columns(parts)))]
+        then = [*zip(self._owners, self._sizes, *self._known, strict=True)]
+        changed = next((index for index, pair in enumerate(zip_longest(now, then)) if pair[0] != pair[1]), None)
+        return None if changed is None else self._spec.paths()[self._owners[min(changed, len(then) - 1)]]

@@ -14,7 +14,7 @@ from statetree.leaves.pairing import facts_inside, is_made_of_views, paired_part
 from statetree.leaves.parts import PackedRecipe, unpack
 from statetree.leaves.types.opaque import Rest, TakeApart
 from statetree.leaves.value_texts import value_text
-from statetree.spans.sums import ALL, piece_sums
+from statetree.spans.sums import piece_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,9 +49,9 @@ def value_number(value: Any) -> int:
     if leaf_type is None:
         return text_number("value", value_text(value))
     if not leaf_type.has_elements:
-        return text_number("value", str(_plain_facts(value)))
+        return text_number("value", str(_as_texts(facts(value))))
     unpacked = unpack("digest", [value], list)
-    found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
+    found: list[bytes] = [str(_as_texts(facts(value))).encode("utf-8", "surrogatepass")]
     recipe = unpacked.recipe(0)
     if isinstance(recipe, PackedRecipe) and isinstance(recipe.context, Rest):
         rest = recipe.context
@@ -64,7 +64,7 @@ def value_number(value: Any) -> int:
         assert index is not None
         part = unpacked.parts[index]
         shape = tuple(part.shape)
-        sums = None if part.is_meta else piece_sums(part, whole_box(shape), shape, ALL)
+        sums = None if part.is_meta else piece_sums(part, whole_box(shape), shape)
         found.append(struct.pack("<q", tensor_number(part.dtype, shape, sums)))
     lengths = str(list(map(len, found))).encode()
     return _number(b"\0".join([*found, lengths]))
@@ -81,10 +81,6 @@ class _SetsByValue(TakeApart):
 
 def _is_known_by_value(value: Any) -> bool:
     return type(value) in _VALUES or (type(value) in _HOLDERS and all(map(_is_known_by_value, value)))
-
-
-def _plain_facts(value: Any) -> dict[str, str]:
-    return _as_texts(facts(value))
 
 
 def _as_texts(known: Mapping[str, Any]) -> dict[str, str]:

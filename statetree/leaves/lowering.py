@@ -16,7 +16,7 @@ import torch
 from statetree.chunks.cuts import Cut
 from statetree.chunks.ranks import this_rank_alone
 from statetree.errors import TreeMismatch
-from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
+from statetree.leaves.builtin import is_distributed, is_registered, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
@@ -24,7 +24,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.value_texts import value_text
 from statetree.spans.bits import as_plain
-from statetree.spans.sums import ALL, whole_sums
+from statetree.spans.sums import whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
@@ -122,10 +122,7 @@ def _is_made_of_parts(local: Any) -> bool:
 
 def is_made_of_tensors(leaf: Any) -> bool:
     """Whether a leaf is a tensor subclass whose class says what it is made of, and all that it is beside."""
-    if type(leaf) is torch.Tensor or not isinstance(leaf, torch.Tensor):
-        return False
-    leaf_type = leaf_type_of(type(leaf))
-    return leaf_type is not None and not leaf_type.registered and is_divisible(leaf)
+    return isinstance(leaf, torch.Tensor) and is_divisible(leaf) and not is_registered(leaf)
 
 
 def is_divisible(leaf: Any) -> bool:
@@ -149,20 +146,16 @@ def _divide(
     inner = list(map(materialized, contents[0]))
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf, inner)
-        parts = [row or (_whole_part(part) if any(rows) else part) for part, row in zip(inner, rows, strict=True)]
+        parts: list[Any] = []
+        for part, row in zip(inner, rows, strict=True):
+            is_whole = any(rows) and type(part) is torch.Tensor and part.layout is torch.strided
+            parts.append(row or (WholePart([part], part.shape, [(0,) * part.dim()]) if is_whole else part))
         return _assembled(leaf, leaf_type, contents, parts, wanted=wanted, partner=partner)
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
     inside = _divide_local(inner[0], part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
     return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
-
-
-def _whole_part(part: Any) -> Any:
-    """Return what stands for a part of a leaf of which ranks hold chunks of others."""
-    if type(part) is not torch.Tensor or part.layout is not torch.strided:
-        return part
-    return WholePart([part], part.shape, [(0,) * part.dim()])
 
 
 def _assembled(
@@ -278,5 +271,5 @@ def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         for index, part in enumerate(parts)
         if isinstance(part, LeafPart) and part.is_assumed_equal and not part.tensors[0].is_meta
     ]
-    sums = whole_sums([parts[index].tensors[0] for index in chosen], ALL) if chosen else []
+    sums = whole_sums([parts[index].tensors[0] for index in chosen]) if chosen else []
     return {index: (*row.tolist(),) for index, row in zip(chosen, sums, strict=True)}

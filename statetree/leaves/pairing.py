@@ -57,8 +57,8 @@ class LeafPairing:
         if where is None and strict:
             order, self.differences = matched(*sides[0], *sides[1])
         else:
-            common = matched_where(verb, *sides, where=where, strict=strict, either=either)
-            order, self.differences, self.missing = common
+            found = matched_where(verb, *sides, where=where, strict=strict, either=either)
+            order, self.differences, self.missing = found
         self._order, self._all_right = order, right_leaves
         self.right = right_leaves
         if order is not None:
@@ -66,13 +66,12 @@ class LeafPairing:
         self.ordinary: Sequence[int] = ()
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
-        self.columns = (Columns([]), Columns([]))
         self._find_ordinary([index for index, partner in enumerate(order or ()) if partner < 0])
 
     def _find_ordinary(self, lonely: Sequence[int]) -> None:
         left, right = self.left, self.right
-        columns = (Columns(left), Columns(right))
-        if not lonely and recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
+        self.columns = Columns(left), Columns(right)
+        if not lonely and recognise(self.columns[0], memory=True) and recognise(self.columns[1], memory=True):
             self.ordinary = range(len(left))
         else:
             classes = list(zip(map(type, left), map(type, right), strict=True))
@@ -84,17 +83,12 @@ class LeafPairing:
                 [index for index, kind in enumerate(named) if kind == wanted]
                 for wanted in ("ordinary", "atoms", "others")
             )
-            columns = (
-                Columns([left[index] for index in self.ordinary]),
-                Columns([right[index] for index in self.ordinary]),
-            )
-            if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
+            self._find_columns()
+            if not all([recognise(side, memory=True) or are_views(side) for side in self.columns]):  # noqa: C419 - interrupts
                 self._keep_ordinary([False] * len(self.ordinary))
                 return
-        if _have_memory(columns[0]) and _have_memory(columns[1]):
-            self.columns = columns
-        else:
-            self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
+        if not all(map(_have_memory, self.columns)):
+            self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in self.columns))))
 
     def completed(self, leaves: Sequence[Any]) -> Any:
         """Return the right tree in fresh containers, with other leaves, of the left tree, where that has a partner."""
@@ -144,11 +138,6 @@ def _kind(left: type, right: type) -> str:
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
 
 
-def _look_alike(left: Columns, right: Columns) -> bool:
-    """Whether tensors were found to look like the same ones. It may say no where they do."""
-    return left.dtypes is right.dtypes and left.shapes is right.shapes  # lists of one known geometry
-
-
 def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
     """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
 
@@ -157,7 +146,8 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     """
     found: list[tuple[int, str, Any, Any]] = []
     left, right = pairing.columns
-    if not _look_alike(left, right) and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
+    look_alike = left.dtypes is right.dtypes and left.shapes is right.shapes  # lists of one known geometry
+    if not look_alike and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
         rows = zip(pairing.ordinary, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
         for index, dtype_a, dtype_b, shape_a, shape_b in rows:
             if dtypes and dtype_a != dtype_b:
@@ -259,11 +249,8 @@ def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Itera
     for name in {**left, **right}:
         a, b = left.get(name, "absent"), right.get(name, "absent")
         if not safely_equal(a, b) or (name == "memory" and a == "freed"):  # nothing can be copied from or to that
-            yield (name, _shown(a), _shown(b))
-
-
-def _shown(fact: Any) -> Any:
-    return tuple(fact) if isinstance(fact, torch.Size) else fact
+            x, y = (tuple(fact) if isinstance(fact, torch.Size) else fact for fact in (a, b))
+            yield name, x, y
 
 
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.declare import cached_property
-from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, is_functional, storage_key_of, version_of
+from statetree.torch_internals import TENSOR_BASE, is_functional, storage_key_of, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,11 +153,6 @@ class Columns:
     @cached_property
     def storage_bytes(self) -> array[int]:
         return storage_sizes(self.storages)
-
-    @cached_property
-    def storage_pointers(self) -> list[int]:
-        """The addresses of the storages; 0 for those without memory."""
-        return list(map(STORAGE_BASE.data_ptr, self.storages))
 
     @cached_property
     def whole(self) -> bool:

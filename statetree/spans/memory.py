@@ -158,21 +158,14 @@ def _share(size: int) -> torch.UntypedStorage:
             raise
         finally:
             os.close(descriptor)
-    except OSError as error:
-        code = error.errno or 0
-        reason = error.strerror
-    except RuntimeError as error:  # torch's
-        code, reason = errno.ENOMEM, str(error)
-    remedy = (
-        "Raise the limit of open files (ulimit -n)"
-        if code in (errno.EMFILE, errno.ENFILE)
-        else "Make room (in a container: its memory limit, or --shm-size for /dev/shm)"
-    )
-    msg = (
+    except (OSError, RuntimeError) as error:  # the latter is torch's
+        code, reason = getattr(error, "errno", None) or errno.ENOMEM, getattr(error, "strerror", None) or error
+    raise OSError(
+        code,
         f"share_memory: cannot take a block of shared memory: expected {size} bytes on a file descriptor, got: "
-        f"{reason}. {remedy}, stage less, or lower max_snapshots."
+        f"{reason}. Make room (in a container: its memory limit, or --shm-size for /dev/shm), raise the limit of open "
+        "files (ulimit -n), stage less, or lower max_snapshots.",
     )
-    raise OSError(code, msg)
 
 
 def _anonymous_file() -> int | None:

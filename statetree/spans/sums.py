@@ -75,6 +75,10 @@ def _mixed(number: int) -> int:
     return number ^ number >> 31
 
 
+#: What tells the sums apart in the coefficients of rows.
+_ROW_SEEDS: Final = [signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
+
+
 @lru_cache(maxsize=16)
 def _place_factors(device: torch.device) -> torch.Tensor:
     """Return the coefficients of the places in a row, for each of the sums."""
@@ -82,15 +86,10 @@ def _place_factors(device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
-@lru_cache(maxsize=16)
-def _row_seeds(device: torch.device) -> torch.Tensor:
-    seeds = [signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
-    return torch.tensor(seeds, dtype=torch.int64, device="cpu").to(device).unsqueeze(1)
-
-
 def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the coefficients of rows, for each of some sums: ``[count, len(rows)]``."""
-    mixed = rows.unsqueeze(0) * signed(_FACTORS[0]) + _row_seeds(rows.device)[:count]
+    mixed = rows * signed(_FACTORS[0])
+    mixed = torch.stack([mixed + seed for seed in _ROW_SEEDS[:count]])
     mixed.bitwise_xor_(mixed >> 30).mul_(signed(_FACTORS[1]))
     mixed.bitwise_xor_(mixed >> 27).mul_(signed(_FACTORS[2]))
     return mixed.bitwise_xor_(mixed >> 31)
@@ -115,8 +114,8 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
     return total
 
 
-def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.Tensor]:
-    """Return the first sums, on the CPU, of plain tensors in memory, each the whole of its global shape."""
+def whole_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all sums, on the CPU, of plain tensors in memory, each the whole of its global shape."""
     found: dict[int, torch.Tensor] = {}
     large = [
         index
@@ -126,7 +125,7 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
 
     def add(index: int) -> None:
         shape = tuple(tensors[index].shape)
-        found[index] = piece_sums(tensors[index], whole_box(shape), shape, count).cpu()
+        found[index] = piece_sums(tensors[index], whole_box(shape), shape).cpu()
 
     nbytes = sum(tensors[index].nbytes for index in large if tensors[index].is_cpu)
     largest_first = sorted(large, key=lambda index: -tensors[index].nbytes)
@@ -134,11 +133,11 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]
-        found.update(zip(chosen, _sums_together([tensors[index] for index in chosen], count), strict=True))
+        found.update(zip(chosen, _sums_together([tensors[index] for index in chosen]), strict=True))
     return [found[index] for index in range(len(tensors))]
 
 
-def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+def _sums_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of small contiguous tensors, of which each begins a row."""
     lengths = [-(-tensor.nbytes // _ROW_BYTES) for tensor in tensors]
     firsts = [0, *accumulate(lengths)]
@@ -148,8 +147,8 @@ def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     copy_all([padded[at : at + source.numel()] for at, source in zip(starts, sources, strict=True)], sources)
     owners = torch.arange(len(tensors), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
     rows = torch.arange(len(owners), device="cpu") - torch.tensor(firsts, device="cpu")[owners]
-    products = _row_products(padded.view(torch.int64).view(-1, _ROW_WORDS), rows, count)
-    return torch.zeros(len(tensors), count, dtype=torch.int64, device="cpu").index_add_(0, owners, products.T)
+    products = _row_products(padded.view(torch.int64).view(-1, _ROW_WORDS), rows, ALL)
+    return torch.zeros(len(tensors), ALL, dtype=torch.int64, device="cpu").index_add_(0, owners, products.T)
 
 
 def _piece_bytes(piece: torch.Tensor) -> int:
@@ -209,12 +208,7 @@ def _run_sums(flat: torch.Tensor, first: int, count: int) -> torch.Tensor:
         padded[head : head + flat.numel()] = flat
         flat = padded
     numbers = torch.arange(row, row + rows, dtype=torch.int64, device=flat.device)
-    return _row_sums(flat.view(torch.int64).view(rows, _ROW_WORDS), numbers, count)
-
-
-def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the sums of whole rows of words."""
-    return _row_products(words, rows, count).sum(1)
+    return _row_products(flat.view(torch.int64).view(rows, _ROW_WORDS), numbers, count).sum(1)
 
 
 def _row_products(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -256,7 +250,7 @@ def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, coun
         padded = part.new_zeros(len(part), rows * per_row)
         padded[:, head : head + part.shape[1]] = part
         numbers = (offsets // per_row).unsqueeze(1) + torch.arange(rows, dtype=torch.int64, device=part.device)
-        return _row_sums(padded.view(torch.int64).view(-1, _ROW_WORDS), numbers.view(-1), count)
+        return _row_products(padded.view(torch.int64).view(-1, _ROW_WORDS), numbers.view(-1), count).sum(1)
     positions = offsets.unsqueeze(1) + torch.arange(part.shape[1], dtype=torch.int64, device=part.device)
     return _integer_sums([part.reshape(-1)], positions.view(-1), count)[0]
 

@@ -48,15 +48,12 @@ class CapturedTree(NamedTuple):
 
     def put_together(self, copies: list[torch.Tensor]) -> Any:
         """Return a tree with copies in place of ``columns``, and replicas of the meta tensors."""
-        return unflatten_copy(self.spec, self.unpacked.pack(self._with_meta(copies)))
-
-    def _with_meta(self, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.meta:
-            return copies
-        parts = self.unpacked.columns.tensors  # aside, if they were captured so
-        part = Columns([parts[index] for index in self.meta])
-        replicas = replicate_columns(part, extents(part), Memory("meta"), copy=False)
-        return interleaved(len(parts), self.meta, replicas, copies)
+        if self.meta:
+            parts = self.unpacked.columns.tensors  # aside, if they were captured so
+            part = Columns([parts[index] for index in self.meta])
+            replicas = replicate_columns(part, extents(part), Memory("meta"), copy=False)
+            copies = interleaved(len(parts), self.meta, replicas, copies)
+        return unflatten_copy(self.spec, self.unpacked.pack(copies))
 
 
 @quietly

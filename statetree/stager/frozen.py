@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from statetree.tree.selection import Where
 
 #: The columns that say which bytes tensors look at, and how. (Storages of one key are one while it is known.)
-_LOOKS: Final = ("dtypes", "shapes", "strides", "offsets", "conj", "neg", "storage_keys", "storage_pointers")
+_LOOKS: Final = ("dtypes", "shapes", "strides", "offsets", "conj", "neg", "storage_keys", "pointers")
 #: A tensor of its own on the same memory, with a version counter of its own.
 _fresh: Final = attrgetter("data")
 
@@ -131,8 +131,13 @@ class FrozenStorages:
         known = [_serving(before, storage, span) for storage, span in wanted]
         if self._check:
             for found, (storage, span) in zip(known, wanted, strict=True):
-                if found is not None:
-                    self._compare(verb, captured, chosen[span.source], found, as_bytes(storage, span.start, span.stop))
+                bytes_now = as_bytes(storage, span.start, span.stop).cpu()
+                if found is not None and not same_bytes(found.bytes(bytes_now.nbytes), bytes_now):
+                    path = captured.spec.paths()[captured.owners[chosen[span.source]]]
+                    raise TreeMismatch(
+                        f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were "
+                        "staged first, got others. Call thaw() after writing to frozen leaves, or leave them out."
+                    )
         missing = [pair for pair, found in zip(wanted, known, strict=True) if found is None]
         fresh = self._memory.carve([span.stop - span.start for _, span in missing])
         made = [
@@ -160,17 +165,6 @@ class FrozenStorages:
             if self._known is before:  # otherwise another thread has thawed
                 self._known, self._views = kept, views
         return list(map(_fresh, templates))
-
-    def _compare(
-        self, verb: str, captured: CapturedTree, index: int, found: _KnownStorage, source: torch.Tensor
-    ) -> None:
-        if same_bytes(found.bytes(source.nbytes), source.cpu()):
-            return
-        path = captured.spec.paths()[captured.owners[index]]
-        raise TreeMismatch(
-            f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were staged first, "
-            "got others. Call thaw() after writing to frozen leaves, or leave them out of frozen."
-        )
 
 
 def _serving(known: dict[int, _KnownStorage], storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:

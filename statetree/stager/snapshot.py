@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
+from statetree.spans.layout import SpanLayout, as_bytes, extents, lay_out, make_views
 from statetree.spans.threads import copy_together
 from statetree.stager.batches import Batch, batched
 from statetree.stager.streams import devices_of, synchronize
@@ -80,10 +80,6 @@ class Geometry:
             and layout.dense == own.dense
             and all(a.stop - a.start == b.stop - b.start for a, b in zip(layout.spans, own.spans, strict=True))
         )
-
-    def spans_of(self, columns: Columns) -> list[Span]:
-        """Return the spans of fitting tensors, on their own storages."""
-        return lay_out(columns, extents(columns)).spans
 
 
 def _partition(columns: Columns) -> list[int]:
@@ -194,7 +190,7 @@ class Snapshot:
         sources = [tensors[index] for index in alone]
         targets = [self.templates[index] for index in alone]
         if self._rough:
-            spans = self.geometry.spans_of(columns)
+            spans = lay_out(columns, extents(columns)).spans
             for target, index in self._rough:
                 span = spans[index]
                 targets.append(target)

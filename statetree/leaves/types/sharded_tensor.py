@@ -47,7 +47,8 @@ class ShardedTensorType(EngineLeafType):
 
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:
         metadata, whole, group, init_rrefs, sharding_spec = context
-        if metadata and _is_elsewhere(parts[0], metadata[0], whole):
+        expected = (metadata[0].placement.device(), whole.tensor_properties.pin_memory) if metadata else None
+        if metadata and (parts[0].device, parts[0].is_pinned()) != expected:
             metadata, whole, sharding_spec = _moved(parts[0], metadata, whole)
         shards = [Shard(tensor, shard) for tensor, shard in zip(parts, metadata, strict=True)]
         fresh = ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -114,12 +115,6 @@ def _layout(metadata: Any, shape: tuple[int, ...], ranks: Ranks) -> tuple[str, C
         ranks.memo[key] = digest, layout_of(shape, held)
     found: tuple[str, ChunkLayout] = ranks.memo[key]
     return found
-
-
-def _is_elsewhere(tensor: torch.Tensor, shard: Any, whole: Any) -> bool:
-    """Whether a shard lies in other memory than its metadata say."""
-    expected = shard.placement.device(), whole.tensor_properties.pin_memory
-    return (tensor.device, tensor.is_pinned()) != expected
 
 
 def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[list[Any], Any, None]:

@@ -259,7 +259,10 @@ OBSTACLES = {
         r"Cannot allocate memory\. Make room",
     ),
     "files limited": (files_limited, r"File too large\. Make room"),
-    "no descriptor": (no_descriptors_left, r"Too many open files\. Raise the limit of open files \(ulimit -n\)"),
+    "no descriptor": (
+        no_descriptors_left,
+        r"Too many open files\. Make room .* raise the limit of open files",
+    ),
     "no mapping": (
         lambda: failing(buffers, "shared_storage", RuntimeError("unable to mmap")),
         r"unable to mmap\. Make room",
