@@ -122,7 +122,7 @@ class Content(NamedTuple):
     @property
     def contexts(self) -> list[Any]:
         """What a value of a registered leaf type has beside its parts."""
-        return [] if self.unpacked is None else self.unpacked.contexts(0)
+        return [] if self.unpacked is None else [recipe.context for recipe in self.unpacked.registered(0)]
 
     def packed(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the leaf again, of other tensors in the place of ``tensors``."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 #: What says where the pieces of nested tensors begin and end.
 _JAGGED: Final = ("offsets", "lengths")
-_NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
 _COMPRESSED: Final = {
     str(layout).removeprefix("torch."): layout
     for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -87,16 +86,17 @@ class SavedParts(StoredParts):
         if type(self._contexts) is not list or len(self._contexts) != len(content.contexts):
             msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
             raise CheckpointError(msg)
-        content.unpacked.replace_contexts(0, self._contexts)
+        for recipe, context in zip(content.unpacked.registered(0), self._contexts, strict=True):
+            recipe.context = context
         return content.unpacked.pack(content.unpacked.parts)[0]
 
 
 def _check_same_pieces(leaf: Any, template: Any) -> None:
     """Raise ``ValueError`` unless nested tensors are divided alike."""
-    for name in _JAGGED if leaf.layout is torch.jagged else _NESTED:
+    for name in _JAGGED:
         found, expected = getattr(leaf, name)(), getattr(template, name)()
         if expected is not None and not torch.equal(found, expected.to(found.device)):
-            raise ValueError(f"expected {name.strip('_')} of {expected.tolist()}, got {found.tolist()}")
+            raise ValueError(f"expected {name} of {expected.tolist()}, got {found.tolist()}")
 
 
 def tensor_name(facts: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from statetree.errors import StateTreeError
 from statetree.leaves.registry import LEAF_TYPES, REGISTERED
 from statetree.leaves.types.opaque import OpaqueType
+from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR, forget_slots
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
 from statetree.tree.atoms import is_atom_type
@@ -77,7 +78,7 @@ def _recognise(cls: type) -> EngineLeafType | None:
             return WRAPPER
         return TENSOR if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else UNTRACEABLE
     if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
-        return UNTRACEABLE
+        return STORAGE
     return OPAQUE
 
 

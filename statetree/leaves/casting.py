@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -42,25 +42,13 @@ def castable(source: torch.dtype, target: torch.dtype) -> bool:
     return torch.iinfo(target).min <= low and high <= torch.iinfo(target).max
 
 
-class _Range(NamedTuple):
-    """What of a floating point dtype's values is too large for another one."""
-
-    largest: float  # the largest value of the other one
-    limit: float  # from here on values are not rounded to that any more
-    infinite: bool  # whether it has infinities
-
-
 @cache
-def _range(source: torch.dtype, target: torch.dtype) -> _Range | None:
-    """Return what is too large when one dtype is converted to another; ``None`` if nothing is."""
-    if not source.is_floating_point and not source.is_complex:
-        return None
+def _limit(target: torch.dtype) -> tuple[float, bool]:
+    """Return from where on values are not rounded to the largest one of a dtype, and whether it has infinities."""
     largest = torch.finfo(target).max
     last = math.ldexp(torch.finfo(target).eps, math.frexp(largest)[1] - 1)  # between the two largest values
-    limit = largest + last / 2
     kept = torch.tensor([math.inf], device="cpu").to(target)
-    infinite = bool((torch.view_as_real(kept) if target.is_complex else kept).float().isinf().any())
-    return None if torch.finfo(source).max < limit and infinite else _Range(largest, limit, infinite)
+    return largest + last / 2, bool((torch.view_as_real(kept) if target.is_complex else kept).float().isinf().any())
 
 
 def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[str, str] | None:
@@ -68,17 +56,19 @@ def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[str, str] |
 
     Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor.
     """
-    found = _range(source.dtype, target)
-    if found is None:
+    if not source.is_floating_point() and not source.is_complex():
+        return None
+    limit, has_infinities = _limit(target)
+    if has_infinities and torch.finfo(source.dtype).max < limit:
         return None
     count, example = 0, ""
     for piece, _ in cut(source, source, _PIECE):
         values = _parts(piece)
         largest = values.abs().amax() if values.numel() else values.new_zeros(())
-        if bool(largest < found.limit):  # the usual case; no if there is a NaN
+        if bool(largest < limit):  # the usual case; no if there is a NaN
             continue
-        outside = values.abs() >= found.limit
-        if found.infinite:
+        outside = values.abs() >= limit
+        if has_infinities:
             outside &= values.isfinite()
         if source.is_complex():
             outside = outside.any(-1)
@@ -86,7 +76,7 @@ def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[str, str] |
             example = example or str(resolved(piece.detach())[outside][0].item())
             count += int(outside.sum())
     more = f" and {count - 1} more" if count > 1 else ""
-    return (f"{example}{more}", f"values up to {found.largest} ({target})") if count else None
+    return (f"{example}{more}", f"values up to {torch.finfo(target).max} ({target})") if count else None
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

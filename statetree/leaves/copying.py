@@ -105,17 +105,13 @@ class _CopyJob:
         self.found.append(Difference(self._path(index), kind, left, right))
 
     def _add_parts(self, general: list[int]) -> None:
-        """Pair the tensors inside leaves that are no plain tensors."""
+        sides = self.pairing.left, self.pairing.right
         for index in general:
             held = self.pairing.right[index]
             if is_stored(held) and held is not self.pairing.left[index] and 0 not in held.shape:
                 self._refuse(index, "writability", "a tensor to copy", IN_A_FILE)
-        left, right = (
-            unpack(
-                "copy_into", [materialized(leaves[index]) for index in general], lambda: list(map(self._path, general))
-            )
-            for leaves in (self.pairing.left, self.pairing.right)
-        )
+        paths = lambda: list(map(self._path, general))  # noqa: E731
+        left, right = (unpack("copy_into", [materialized(side[index]) for index in general], paths) for side in sides)
         pairs = []
         for position, part_a, part_b in paired_parts(left, right):
             index = general[position]
@@ -179,7 +175,6 @@ class _CopyJob:
             self.targets, self.sources = (Columns(list(side)) for side in zip(*pairs, strict=True))
 
     def _converted(self) -> list[int]:
-        """Return which tensors are given another dtype."""
         if len(self._dtypes) <= 1:
             return []
         pairs = zip(self.sources.dtypes, self.targets.dtypes, strict=True)
@@ -187,7 +182,6 @@ class _CopyJob:
 
     @cached_property
     def _dtypes(self) -> set[torch.dtype]:
-        """All dtypes of sources and targets."""
         return {*self.sources.dtypes, *self.targets.dtypes}
 
     def _check_negatives(self) -> None:
@@ -289,24 +283,16 @@ class _CopyJob:
             copies = copies_of(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
-        for index in self._special():
-            targets[index], sources[index] = plain_pair(targets[index], sources[index])
+        neg, conj = self.targets.neg, self.targets.conj
+        if any(neg) or any(conj) or not COPIED_AS_INTEGERS.isdisjoint(self._dtypes):
+            dtypes = zip(self.targets.dtypes, self.sources.dtypes, strict=True)
+            for index, pair in enumerate(dtypes):  # a plain copy takes no account of their bits or dtype
+                if neg[index] or conj[index] or not COPIED_AS_INTEGERS.isdisjoint(pair):
+                    targets[index], sources[index] = plain_pair(targets[index], sources[index])
         if self.targets.on_cpu and self.sources.on_cpu:
             copy_together(targets, sources, self.targets.nbytes)
         else:
             copy_all(targets, sources)
-
-    def _special(self) -> list[int]:
-        """Return the tensors of whose bits or dtype a plain copy takes no account."""
-        targets = self.targets
-        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(self._dtypes):
-            return []
-        bits = zip(targets.neg, targets.conj, targets.dtypes, self.sources.dtypes, strict=True)
-        return [
-            index
-            for index, (neg, conj, *pair) in enumerate(bits)
-            if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
-        ]
 
 
 def parts_text(unpacked: Unpacked, leaf: int) -> str:

@@ -107,7 +107,6 @@ class LeafPairing:
         self._find_columns()
 
     def _keep_ordinary(self, ordinary: Sequence[bool]) -> None:
-        """Leave all but ordinary tensors to the general comparison."""
         rest = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if not flag]
         self.others = sorted([*self.others, *rest])
         self.ordinary = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if flag]

@@ -116,17 +116,9 @@ class Unpacked:
             if isinstance(part, int)
         ]
 
-    def contexts(self, leaf: int) -> list[Any]:
-        """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
-        return [recipe.context for recipe in self._registered(leaf)]
-
-    def replace_contexts(self, leaf: int, contexts: Sequence[Any]) -> None:
-        """Let a leaf be packed with other contexts: as many as ``contexts`` returned."""
-        for recipe, context in zip(self._registered(leaf), contexts, strict=True):
-            recipe.context = context
-
-    def _registered(self, leaf: int) -> Iterator[PackedRecipe]:
-        return (recipe for recipe in packed([self.recipe(leaf)]) if recipe.leaf_type.registered)
+    def registered(self, leaf: int) -> list[PackedRecipe]:
+        """Return a leaf's recipes of registered leaf types, from the outside in: parts do not say their contexts."""
+        return [recipe for recipe in packed([self.recipe(leaf)]) if recipe.leaf_type.registered]
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
@@ -333,25 +325,23 @@ class _Unpacker:
         if context is None and not attributes and len(parts) == 1 and parts[0] is value:
             recipe: Recipe = self._plain(value)
         else:
-            # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
-            take = self._unpack_chunks if leaf_type.registered else self.unpack
-            inner = [
-                self._plain(part) if part is value and not position else take(part)
-                for position, part in enumerate(parts)
-            ]
-            carried = self._attributes(attributes) if attributes else None
+            inner: list[Any] = []
+            for position, part in enumerate(parts):
+                # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
+                if part is value and not position:
+                    inner.append(self._plain(part))
+                elif leaf_type.registered and isinstance(part, (list, tuple)):  # several chunks of it
+                    inner.append(list(map(self.unpack, part)))
+                else:
+                    inner.append(self.unpack(part))
+            carried = None
+            if attributes:
+                leaves, spec = flatten(attributes)
+                carried = AttributesRecipe(spec, list(map(self.unpack, leaves)))
             recipe = PackedRecipe(leaf_type, context, tuple(inner), identity, carried)
         self._open.discard(identity)
         self._seen[identity] = recipe
         return recipe
-
-    def _unpack_chunks(self, part: Any) -> Recipe | list[Recipe]:
-        """Unpack what a user's leaf type returns for a part: a list, if this rank holds several chunks of it."""
-        return list(map(self.unpack, part)) if isinstance(part, (list, tuple)) else self.unpack(part)
-
-    def _attributes(self, attributes: Any) -> AttributesRecipe:
-        leaves, spec = flatten(attributes)
-        return AttributesRecipe(spec, list(map(self.unpack, leaves)))
 
     def _plain(self, value: torch.Tensor) -> int:
         self.parts.append(value)

@@ -54,24 +54,17 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
     if not inspect.isclass(cls):
         raise TypeError(f"register_leaf_type: expected a class, got {cls!r}.")
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
-    adapted = given is None or isinstance(given, EngineLeafType)
-    if not adapted and not _has_both(given):
-        msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {given!r}."
-        raise TypeError(msg)
-    instance: EngineLeafType | None = given if adapted else RegisteredType(given, cls)
+    if given is not None and not isinstance(given, EngineLeafType):
+        own = [getattr(type(given), name, getattr(given, name, None)) for name in ("unpack", "pack")]
+        if not all(map(callable, own)) or LeafType.unpack in own or LeafType.pack in own:
+            msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {given!r}."
+            raise TypeError(msg)
+        given = RegisteredType(given, cls)
     declare_leaf_class(cls, subclasses=subclasses)
     REGISTERED[cls] = subclasses
-    LEAF_TYPES[cls] = instance
+    LEAF_TYPES[cls] = given
     for known in [known for known in LEAF_TYPES if subclasses and issubclass(known, cls) and known not in REGISTERED]:
         del LEAF_TYPES[known]
-
-
-def _has_both(given: Any) -> bool:
-    """Whether a leaf type has ``unpack`` and ``pack``, beside the defaults of ``LeafType``."""
-    return all(
-        callable(getattr(given, name, None)) and getattr(type(given), name, None) is not getattr(LeafType, name)
-        for name in ("unpack", "pack")
-    )
 
 
 class RegisteredType(EngineLeafType):
@@ -134,7 +127,6 @@ class RegisteredType(EngineLeafType):
 
 
 def _chunked(part: Any, row: Chunks) -> ListedPart:
-    """Return a part with what ``layout`` says of it."""
     shape, offsets = row
     is_listed = isinstance(part, (list, tuple))
     tensors = list(part) if is_listed else [part]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -25,9 +25,6 @@ from statetree.leaves.types.opaque import Rest, is_array
 from statetree.leaves.types.special import special_layout
 from statetree.spans.sums import piece_sums
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 #: What prints all that it is, without an address.
 _PRINTED: Final = frozenset({type(None), bool, int, str, bytes, bytearray, torch.dtype})
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
@@ -35,12 +32,8 @@ _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
 _DEEPEST: Final = 120
 
 
-def _hex(pieces: Iterable[bytes]) -> str:
-    """Return a number for some bytes, in 32 digits."""
-    state = blake2b(digest_size=16)
-    for piece in pieces:
-        state.update(piece)
-    return state.hexdigest()
+def _hex(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def value_text(value: Any, *, devices: bool = True) -> str:
@@ -102,18 +95,18 @@ class _Texts:
             rows = [f"{self.of(key)}: {self.of(held)}" for key, held in value.items()]
             return f"{{{', '.join(rows if isinstance(value, OrderedDict) else sorted(rows))}}}"
         if isinstance(value, Rest):
-            buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
-            return f"{_hex([value.skeleton])} {self.of(value.kept)} {buffers}"
+            buffers = [_hex(buffer.raw()) for buffer in value.buffers]
+            return f"{_hex(value.skeleton)} {self.of(value.kept)} {buffers}"
         if is_array(value):
             known = value.dtype.hasobject or value.dtype.names is not None
-            return f"{value.dtype} {value.shape} {self.of(value.tolist()) if known else _hex([value.tobytes()])}"
+            return f"{value.dtype} {value.shape} {self.of(value.tolist()) if known else _hex(value.tobytes())}"
         if is_dataclass(value):
             return self.of({each.name: getattr(value, each.name, None) for each in fields(value) if each.compare})
         known = self._known.get(id(value))
         if known is None:
             made = _pickled_as(value)
             text = ADDRESS.sub("", exactly(value)) if made is None else self.of(made)
-            told = text if made is None else _hex([text.encode("utf-8", "surrogatepass")])
+            told = text if made is None else _hex(text.encode("utf-8", "surrogatepass"))
             known = self._known[id(value)] = value, told
         return known[1]
 

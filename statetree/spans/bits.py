@@ -65,7 +65,11 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return without[0] == without[1]
     if is_unreadable(a, b):
         return False
-    a, b = _in_memory_order(*without_common_bits(a, b))
+    a, b = without_common_bits(a, b)
+    if not (a.is_contiguous() and b.is_contiguous()):  # they are, in the order of the strides, if both were transposed
+        strides = a.stride()
+        order = sorted(range(a.dim()), key=lambda dim: -strides[dim])
+        a, b = a.permute(order), b.permute(order)
     if is_host_memory(a) and is_host_memory(b):  # the usual case, in one go
         answer = compare_memory(a.data_ptr(), b.data_ptr(), a.nbytes)
         if answer is not None:
@@ -192,15 +196,6 @@ def _flat(plain: torch.Tensor) -> torch.Tensor:
     return plain if plain.dtype in _INTEGERS else plain.view(torch.int64)  # complex128
 
 
-def _in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensors with their dims in the order of the strides of one: contiguous, if both were transposed."""
-    if a.is_contiguous() and b.is_contiguous():
-        return a, b
-    strides = a.stride()
-    order = sorted(range(a.dim()), key=lambda dim: -strides[dim])
-    return a.permute(order), b.permute(order)
-
-
 def distinct_elements(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tensors without the copies of elements that both show along expanded dims."""
     for dim, (size, step, other) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
@@ -254,7 +249,6 @@ def cut(a: torch.Tensor, b: torch.Tensor, most: int) -> Iterator[tuple[torch.Ten
 
 
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two contiguous pieces of integers are equal."""
     if x.is_cpu:
         answer = compare_memory(x.data_ptr(), y.data_ptr(), x.nbytes)
         if answer is not None:
@@ -264,18 +258,9 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _positions(x: torch.Tensor, y: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Return the elements at which two contiguous pieces of integers differ, in ascending order."""
-    found = _unlike(x, y)
+    np = _numpy() if x.is_cpu else None  # it takes a third of the time that torch takes on one core
+    found = x.ne(y).nonzero().view(-1) if np is None else torch.from_numpy(np.flatnonzero(x.numpy() != y.numpy()))
     return found if itemsize == x.itemsize else (found // (itemsize // x.itemsize)).unique_consecutive()
-
-
-def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return where two flat tensors of integers differ."""
-    np = _numpy() if x.is_cpu else None
-    if np is None:
-        return x.ne(y).nonzero().view(-1)
-    # This takes a third of the time that torch takes on one core.
-    found: torch.Tensor = torch.from_numpy(np.flatnonzero(x.numpy() != y.numpy()))
-    return found
 
 
 @cache

@@ -126,7 +126,6 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = E
 
 
 def _different_places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
-    """Return which elements of two flat tensors differ."""
     x, y = as_bits(a), as_bits(b)
     unequal = x.view(torch.int64).ne(y.view(torch.int64)).view(-1, 2).any(1) if x.is_complex() else x.ne(y)
     places = unequal.nonzero().flatten()

@@ -193,7 +193,6 @@ def _lie_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
 
 
 def _steps(columns: Columns, index: int) -> list[int]:
-    """Return the strides, without those that lead nowhere."""
     return [step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True) if size != 1]
 
 
@@ -213,16 +212,14 @@ def are_disjoint(columns: Columns) -> bool:
 
 def all_disjoint(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
+
+    def judge() -> bool:
+        both, names = Columns([*targets.tensors, *sources.tensors]), ("pointers", "nbytes", "contiguous")
+        both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in names})
+        return both.disjoint
+
     ours, theirs = targets.known_addresses, sources.known_addresses
-    if ours is not None and theirs is not None:
-        return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))
-    return _all_disjoint(targets, sources)
-
-
-def _all_disjoint(targets: Columns, sources: Columns) -> bool:
-    both = Columns([*targets.tensors, *sources.tensors])
-    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in ("pointers", "nbytes", "contiguous")})
-    return both.disjoint
+    return judge() if ours is None or theirs is None else ours.disjoint_from(theirs, judge)
 
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:

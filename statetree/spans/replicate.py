@@ -47,7 +47,8 @@ def replicate(tensors: Sequence[torch.Tensor], memory: Memory, *, copy: bool = T
         (True, False)
     """
     for index, tensor in enumerate(tensors):
-        if not _is_plain(tensor):
+        is_torchs = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not is_torchs or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             raise TypeError(
                 f"replicate: tensor {index} ({type(tensor).__qualname__}, {tensor.layout}) is no plain one: expected "
                 "strided tensors that are no wrappers. Take it apart with statetree.leaves.take_apart."
@@ -56,15 +57,6 @@ def replicate(tensors: Sequence[torch.Tensor], memory: Memory, *, copy: bool = T
     if copy:
         check_memory("replicate", columns, lambda index: Path((index,)))
     return replicate_columns(columns, extents(columns), memory, copy=copy)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
 
 
 def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:

@@ -128,7 +128,8 @@ class FrozenStorages:
         before = self._known
         layout = lay_out(columns, extents(columns))
         wanted = [(columns.storages[span.source], span) for span in layout.spans]
-        known = [_serving(before, storage, span) for storage, span in wanted]
+        found_there = [(before.get(storage.data_ptr() + span.start), storage, span) for storage, span in wanted]
+        known = [copy if copy and copy.serves(storage, span) else None for copy, storage, span in found_there]
         if self._check:
             for found, (storage, span) in zip(known, wanted, strict=True):
                 bytes_now = as_bytes(storage, span.start, span.stop).cpu()
@@ -165,9 +166,3 @@ class FrozenStorages:
             if self._known is before:  # otherwise another thread has thawed
                 self._known, self._views = kept, views
         return list(map(_fresh, templates))
-
-
-def _serving(known: dict[int, _KnownStorage], storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:
-    """Return what a stretch of a storage was copied to before."""
-    found = known.get(storage.data_ptr() + span.start)
-    return found if found is not None and found.serves(storage, span) else None

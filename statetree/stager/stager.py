@@ -242,7 +242,6 @@ class Stager:
         return result
 
     def _handed_out(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the staged tree is made of."""
         return staged
 
     def thaw(self) -> None:

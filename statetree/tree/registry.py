@@ -299,7 +299,6 @@ def _take_back(cls: type) -> None:
 
 
 def _recognised(cls: type) -> Container | None:
-    """Return what a class is that is met for the first time, if it is a container."""
     entry = _registered_entry(cls)
     if entry is not None:
         return _Registered(cls, entry)

@@ -113,8 +113,11 @@ class TreeBuilder:
             for at, child in place.children.items():
                 if isinstance(child, _Place):
                     values[at] = made[id(child)]
-                else:
-                    values[at] = self._leaves[child] if child >= 0 else _empty(self._spec, ~child)
+                elif child >= 0:
+                    values[at] = self._leaves[child]
+                else:  # an empty container
+                    kind, keys, aux, *_ = self._spec.nodes[~child]
+                    values[at] = kind.unflatten(aux, keys, [])
             made[id(place)] = _container(self._verb, self._spec, place, values, path)
         return made[id(self._root)]
 
@@ -129,7 +132,6 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
     Containers keep their classes and attributes where their leaves go. A new name is cut into keys as the old one was:
     what lies in a mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones. Names
     are given by ``ref`` of ``located``; what is not named stays where it is.
-
     """
     if not spec.nodes:
         return leaves[0]
@@ -195,14 +197,11 @@ def _steps(
             elif keys:  # which lies in a new container
                 keys.append(text)
             else:
-                keys.append(typed.get(text, int(text) if numbered and _is_index(text) else text))
+                is_index = numbered and text.isascii() and text.isdigit() and str(int(text)) == text
+                keys.append(typed.get(text, int(text) if is_index else text))
         steps += [(key, -1) for key in keys[:-1]]
         steps.append((keys[-1], after))
     return steps
-
-
-def _is_index(text: str) -> bool:
-    return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
 def _bounds(old: Sequence[str], new: Sequence[str]) -> list[int]:
@@ -217,11 +216,6 @@ def _bounds(old: Sequence[str], new: Sequence[str]) -> list[int]:
         for at in range(max(1, a + 1), b + 1):
             found[at] = d if at == b else c + 1 if at == a + 1 else max(c + 1, d - (b - at))
     return found
-
-
-def _empty(spec: TreeSpec, node: int) -> Any:
-    kind, keys, aux, *_ = spec.nodes[node]
-    return kind.unflatten(aux, keys, [])
 
 
 def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, Any], path: Path) -> Any:

@@ -98,7 +98,6 @@ def _asked(predicate: Callable[[Path, Any], bool], spec: TreeSpec, leaves: Seque
 
 
 def _matches(glob: str, spec: TreeSpec) -> Sequence[bool]:
-    """Return for every leaf whether a glob matches its path."""
     # By the keys alone: what else belongs to a structure may be anything, and is not to be kept alive.
     places = (*map(_PLACE, spec.nodes),)
     is_plain = _PLAIN_KEYS.issuperset(map(type, chain.from_iterable(map(itemgetter(0), places))))

@@ -195,8 +195,6 @@ class TreeSpec:
             ValueError: If it has other leaves, or the same in another order: ``None`` is a node of it, or mappings are
                 in the order of their sorted keys.
         """
-        if not hasattr(spec, "unflatten"):
-            raise TypeError(f"from_optree: expected an optree.PyTreeSpec, got {type(spec).__qualname__}.")
         tree = spec.unflatten(map(_Placeholder, range(spec.num_leaves)))
         leaves, nodes = traverse(tree, verb="from_optree")
         for index, leaf in enumerate(leaves):
@@ -290,7 +288,6 @@ def _shown(key: Any) -> str:
 
 
 def _loaded(nodes: list[tuple[Any, ...]], num_leaves: int) -> TreeSpec:
-    """Return a structure that was pickled."""
     return TreeSpec(loaded(nodes), num_leaves)
 
 

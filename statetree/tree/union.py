@@ -78,7 +78,7 @@ def _difference(specs: Sequence[TreeSpec], path: Path, refs: Mapping[int, int]) 
         kind: str | None = "structure"
         if ref < 0 and other < 0:
             a, b = specs[first].nodes[~ref], specs[number].nodes[~other]
-            kind = node_difference(a, b) or (None if _fixed_keys(a) == _fixed_keys(b) else "structure")
+            kind = node_difference(a, b) or ("structure" if _fixed_keys(a) != _fixed_keys(b) else None)
         if kind is not None:
             return Difference(path, kind, described(specs[first], ref), described(specs[number], other))
     return None

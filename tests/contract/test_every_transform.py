@@ -185,6 +185,7 @@ FEW = {
     "sparse_compressed",
     "nested_jagged",
     "quantized",
+    "storages",
     "shapes",
     "conj_and_neg",
     "requires_grad",

@@ -146,12 +146,12 @@ SPECIAL = {
     "coo": lambda n: torch.sparse_coo_tensor([[0, 2], [1, 0]], [n, n + 1.0], (3, 2), check_invariants=True).coalesce(),
     "csr": lambda n: torch.tensor([[0, n + 1], [n + 2.0, 0]]).to_sparse_csr(),
     "bsr": lambda n: torch.full((2, 2), n + 1.0).to_sparse_bsr((1, 2)),
-    "nested": lambda n: torch.nested.nested_tensor([torch.arange(2) + n, torch.arange(3) + n]),
     "jagged": lambda n: torch.nested.nested_tensor([torch.arange(2.0) + n, torch.arange(3.0) + n], layout=torch.jagged),
     "quantized": lambda n: torch.quantize_per_tensor(torch.arange(4.0) + n, 0.5, 3, torch.qint8),
     "channels": lambda n: torch.quantize_per_channel(
         torch.arange(4.0).reshape(2, 2) + n, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.quint8
     ),
+    "storage": lambda n: (torch.arange(4.0) + n).untyped_storage(),
     "int4": lambda n: torch.tensor([n, n + 1], dtype=torch.uint8).view(torch.int4),
 }
 

@@ -1,4 +1,4 @@
-"""Trees of tensors that are not one view on a storage."""
+"""Trees of tensors that are not one view on a storage, and of storages."""
 
 from __future__ import annotations
 
@@ -51,17 +51,6 @@ def sparse_compressed(new: Ramp) -> Any:
 
 
 @tree()
-def nested_strided(new: Ramp) -> Any:
-    result = torch.nested.nested_tensor([new(2, 3), new(1, 3)])
-    return {
-        "nested": result,
-        "transposed": result.transpose(1, 2),
-        "grad": torch.nested.nested_tensor([new(2), new(3)], requires_grad=True),
-        "empty": torch.nested.nested_tensor([]),
-    }
-
-
-@tree()
 def nested_jagged(new: Ramp) -> Any:
     values, offsets = new(6, 2), torch.tensor([0, 2, 2, 6])
     jagged = torch.nested.nested_tensor_from_jagged
@@ -100,6 +89,20 @@ def quantized_below_a_byte(new: Ramp) -> Any:
 @tree(refused="_mkldnn")
 def mkldnn(new: Ramp) -> Any:
     return {"dense": new(1), "mkldnn": new(2, 3).to_mkldnn()}
+
+
+@tree()
+def storages(new: Ramp) -> Any:
+    base = new(4)
+    storage = base.untyped_storage()
+    return {
+        "untyped": storage,
+        "tensor": base[1:],
+        "typed": torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True),
+        "empty": torch.UntypedStorage(0),
+        "alone": torch.UntypedStorage([1, 2, 3]),
+        "again": storage,
+    }
 
 
 @contextmanager

@@ -217,4 +217,4 @@ def tied_across_containers(new: Ramp) -> Any:
     listed.weight = weight
     held = Held()
     held.tensor, held.part = weight, weight.detach()[1:]
-    return {"listed": listed, "frozen": Frozen(weight), "opaque": held}
+    return {"listed": listed, "frozen": Frozen(weight), "opaque": held, "storage": weight.untyped_storage()}

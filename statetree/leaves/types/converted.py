@@ -219,7 +219,6 @@ class _Held(NamedTuple):
 
 
 def _piece(held: Sequence[_Held], box: Box) -> torch.Tensor:
-    """Return the elements of a box, of those that are held."""
     blocks = []
     for region, sizes, tensor in held:
         for part, place in region.parts_within(box, sizes):

@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import eq
 from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,7 +24,7 @@ from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     LookUp = Callable[[type], EngineLeafType | None]
 
@@ -53,11 +52,6 @@ class Borrowed(NamedTuple):
         """Return a copy that can be written exactly if the buffer can."""
         view = self.raw()
         return bytes(view) if view.readonly else bytearray(view)
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes, some at a time."""
-        view = self.raw()
-        return (bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE))
 
 
 @dataclass(eq=False, repr=False)
@@ -89,7 +83,10 @@ class Rest:
 
 
 def _same_bytes(a: Borrowed, b: Borrowed) -> bool:
-    return len(a.raw()) == len(b.raw()) and all(map(eq, a.pieces(), b.pieces()))
+    x, y = a.raw(), b.raw()
+    return len(x) == len(y) and all(
+        bytes(x[at : at + _PIECE]) == bytes(y[at : at + _PIECE]) for at in range(0, len(x), _PIECE)
+    )
 
 
 # Interned by value, so that the skeletons of equal objects are equal whichever string objects they hold.

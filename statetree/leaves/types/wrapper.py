@@ -66,7 +66,9 @@ class WrapperType(EngineLeafType):
     def describe(self, value: Any) -> Mapping[str, Any]:
         with _caches_dropped(value):
             _, context = value.__tensor_flatten__()
-            facts = {"class": type(value), "dtype": value.dtype, "shape": _shape_of(value), "metadata": context}
+            # The ragged size of a jagged tensor is a symbol, which equals nothing else.
+            shape = tuple([size if type(size) is int else "ragged" for size in value.shape])
+            facts = {"class": type(value), "dtype": value.dtype, "shape": shape, "metadata": context}
             if value.layout is torch.jagged:
                 facts["metadata"] = context["ragged_idx"]
                 facts["offsets"] = value.offsets().tolist()
@@ -120,14 +122,12 @@ class _Context(NamedTuple):
     def _renamed(self, shape: tuple[int, ...], stride: tuple[int, ...], *, is_sure: bool) -> _Context:
         before = tuple(self.shape)
 
-        def is_shape(name: Any) -> bool:
-            return isinstance(name, str) and name.endswith("shape") and "block" not in name
-
         def renamed(value: Any, name: Any = "") -> Any:
             if isinstance(value, (list, tuple)) and tuple(value) == before and all(type(size) is int for size in value):
                 if isinstance(value, torch.Size):
                     return torch.Size(shape)
-                return type(value)(shape) if is_sure or is_shape(name) else value
+                is_named_so = isinstance(name, str) and name.endswith("shape") and "block" not in name
+                return type(value)(shape) if is_sure or is_named_so else value
             if type(value) in (list, tuple):
                 return type(value)(map(renamed, value))
             return {key: renamed(item, key) for key, item in value.items()} if type(value) is dict else value
@@ -172,13 +172,8 @@ def _caches_dropped(value: Any) -> Iterator[None]:
             del value.__dict__[name]
 
 
-def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return a shape that can be compared: the ragged size of a jagged tensor is a symbol, equal to nothing else."""
-    return tuple([size if type(size) is int else "ragged" for size in value.shape])
-
-
 class UntraceableType(EngineLeafType):
-    """Wrapper subclasses that do not say what they are made of, uninitialized parameters, and bare storages."""
+    """Wrapper subclasses that do not say what they are made of, and uninitialized parameters."""
 
     def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__

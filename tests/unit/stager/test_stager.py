@@ -1272,6 +1272,23 @@ def test_a_staged_tree_may_be_written_and_trained_on(options):
         assert_trees_equal(stager.stage(state), state, storages=False)
 
 
+def test_storages_as_leaves(stager):
+    tensor = ramp(6)
+    state = {"s": tensor.untyped_storage(), "t": tensor, "v": tensor[2:]}
+    for _ in range(2):
+        staged = stager.stage(state)
+        assert staged["s"].tolist() == state["s"].tolist()
+        assert torch.equal(staged["t"], tensor)
+        assert staged["s"].data_ptr() == staged["t"].data_ptr()
+        storage = staged["s"]
+        del staged
+        tensor.neg_()
+        stager.stage(state)
+        raw = torch.frombuffer(bytearray(storage.tolist()), dtype=torch.float32)
+        assert torch.equal(raw, -tensor)
+        del storage
+
+
 def test_models_optimizers_and_loaders(stager):
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight

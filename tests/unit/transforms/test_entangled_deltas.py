@@ -42,7 +42,12 @@ def of_one_array():
     return {"a": torch.from_numpy(array), "b": torch.from_numpy(array)}
 
 
-TIED = [one_sparse, values_of_a_sparse, inside_an_object, of_one_array]
+def storage_behind_an_object_that_holds_it():
+    tensor = torch.tensor([1.0, 2.0])
+    return {"a": tensor, "b": held(tensor.untyped_storage()), "c": tensor.untyped_storage()}
+
+
+TIED = [one_sparse, values_of_a_sparse, inside_an_object, of_one_array, storage_behind_an_object_that_holds_it]
 
 
 def changed(tree):

@@ -689,8 +689,6 @@ def test_a_spec_is_what_flatten_returned():
         st.unflatten([1], [2])
     with pytest.raises(TypeError, match=r"from_flat: expected the TreeSpec that to_flat returned, got bool"):
         st.from_flat({}, False)
-    with pytest.raises(TypeError, match=r"from_optree: expected an optree.PyTreeSpec, got list"):
-        st.TreeSpec.from_optree([1])
     with pytest.raises(TypeError, match=r"then: expected a Delta, got dict"):
         st.delta({}, {}).then({})
 

@@ -65,6 +65,7 @@ def test_a_tensor_met_twice_is_one_part():
         TwoTensors(torch.ones(2), torch.zeros(2), "note"),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
+        torch.UntypedStorage([1, 2]),
         torch.ones(2).as_strided((2, 2), (0, 1)),
         torch.empty(2, device="meta"),
         np.arange(4).reshape(2, 2),
