@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from difflib import get_close_matches
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
 #: What has an address in its representation, which differs from process to process, and a full name.
 _NAMED: Final = (FunctionType, BuiltinFunctionType, MethodType)
@@ -229,24 +228,6 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
     return result
 
 
-#: How many paths are compared with a mistyped one character by character.
-_COMPARED: Final = 300
-
-
 def literal(text: str) -> str:
     """Return a glob that matches a text and nothing else: wildcards, braces and a first ``!`` are quoted."""
     return re.sub(r"(^!|[\\*{}])", r"\\\1", text)
-
-
-def nearest(text: str, keys: Iterable[str]) -> str | None:
-    """Return the rendered path that a mistyped one most likely stands for, or ``None`` if none is near.
-
-    Example:
-        >>> from statetree.key_paths import nearest
-        >>> nearest("model.layers.0.atn.wq", ["model.layers.0.attn.wq", "model.layers.0.attn.wk"])
-        'model.layers.0.attn.wq'
-    """
-    words = set(text.split("."))
-    # Most paths have most components in common with the one that is meant: the others need no slow comparison.
-    likely = sorted(keys, key=lambda key: (-len(words.intersection(key.split("."))), abs(len(key) - len(text))))
-    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1)), None)

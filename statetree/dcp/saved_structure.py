@@ -200,7 +200,7 @@ def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> 
     if (
         list(map(str, keys[max(count, 0) :])) != children
         or count != (0 if is_dataclass else kind.num_items(keys))
-        or keys[:count] != getattr(kind, "names", keys[:count])
+        or keys[:count] != (kind.names or keys[:count])
         or not (kind.cls.__dictoffset__ or {*attributes.names} <= {*kind.slots})
     ):
         raise ValueError("it has other fields")

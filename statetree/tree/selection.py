@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, Final, cast
 
 from statetree.errors import TreeMismatch, note_leaf, shown
-from statetree.key_paths import Path, key_identity, nearest, render_key
+from statetree.key_paths import Path, key_identity
 from statetree.tree.atoms import HOLE
 from statetree.tree.spec import TreeSpec
 from statetree.tree.stand_ins import unread_leaf
@@ -178,10 +178,7 @@ def glob_expression(before: str, meant: str, behind: str) -> str:
 
 
 def suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
-    """Return the end of a sentence that says that a pattern matches no path: what may have been meant."""
+    """Return the end of a sentence that says that a pattern matches no path: maybe what is in a container was meant."""
     if isinstance(pattern, str) and any(map(compiled_glob(f"{pattern}.**").fullmatch, texts)):
         return f", which is a container: did you mean {f'{pattern}.**'!r}?"
-    if isinstance(pattern, Path):
-        pattern = ".".join(map(render_key, pattern))
-    found = None if pattern.startswith("!") else nearest(pattern, texts)
-    return f": did you mean {found}?" if found else "."
+    return "."

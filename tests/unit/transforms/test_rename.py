@@ -103,7 +103,7 @@ def test_the_first_rule_that_matches_counts():
             {"p.left": "p.up"},
             "a Pair cannot have these keys at p: expected left, right, got up, right",
         ),
-        ({"model.w": 1}, {"modl.{x}": "{x}"}, "no path matches the rule 'modl.{x}': did you mean model.w"),
+        ({"model.w": 1}, {"modl.{x}": "{x}"}, "no path matches the rule 'modl.{x}'"),
         ({"a": 1, "b": 2}, [("a", "c"), ("d", "e")], "no path matches the rule 'd'"),
         ({"a": 1}, [("*", "b.*"), ("a", "c")], "no path matches the rule 'a' that no rule before it matches"),
         ({"a": {"b": 1}}, {"a": "c"}, r"no path matches the rule 'a', which is a container: did you mean 'a.\*\*'"),
