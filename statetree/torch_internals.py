@@ -373,11 +373,17 @@ def start_exchange(
     return list(batch_isend_irecv(operations))
 
 
+def compressed_indices(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices of a sparse tensor by rows or by columns: the compressed ones, and the plain ones."""
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices()]
+    return [leaf.ccol_indices(), leaf.row_indices()]
+
+
 def check_sparse_indices(leaf: torch.Tensor) -> None:
     """Raise ``RuntimeError`` if the indices of a sparse tensor lead outside of it: torch would use other memory."""
     if leaf.layout is torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(leaf._indices(), leaf._values(), leaf.shape, leaf.is_coalesced())
     elif leaf.layout is not torch.strided and not leaf.is_nested:
-        names = ("crow", "col") if leaf.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
-        first, second = (getattr(leaf, f"{name}_indices")() for name in names)
+        first, second = compressed_indices(leaf)
         torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)

@@ -186,16 +186,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a bucket of one byte, which no round needs, is taken where one of none would do",
     ("exchange/routes.py", "return 0", "0  ->  1"): "a bound of one element, where nothing comes",
     (
-        "spans/overlaps.py",
-        "return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))",
-        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
-    ): "it does not matter which is which",
-    (
-        "spans/overlaps.py",
-        "return _all_disjoint(targets, sources)",
-        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
-    ): "it does not matter which is which",
-    (
         "spans/columns.py",
         'if known is not None and "storages" in self.__dict__ and self.pointers_distinct and self.whole:',
         "known is not None  ->  known is None",

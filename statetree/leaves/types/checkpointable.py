@@ -30,17 +30,14 @@ def shards_of(value: Any) -> LocalChunks:
     """Return the shards that a tensor says it holds (``UnsupportedLeaf`` if that does not fit together, or it)."""
     shape = tuple(value.global_shape)
     columns = value.global_offsets, value.local_offsets, value.local_sizes
-    if len({len(column) for column in columns}) > 1:
-        raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
     found = []
     rows = [[(*map(int, entry),) for entry in column] for column in columns]
     for start, first, sizes in zip(*rows, strict=True):
         if not len(start) == len(sizes) == len(shape) or not len(first) == len(sizes) == value.dim():
             raise _misfit(f"{len(shape)} dims of every shard, got offsets {start} and {first} and sizes {sizes}")
-        if not _lies_in(start, sizes, shape):
-            raise _misfit(f"shards inside of global_shape {shape}, got sizes {sizes} at {start}")
-        if not _lies_in(first, sizes, tuple(value.shape)):
-            raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
+        for where, whole in ((start, shape), (first, tuple(value.shape))):
+            if not _lies_in(where, sizes, whole):
+                raise _misfit(f"shards inside of the shape {whole}, got sizes {sizes} at {where}")
         found.append((Box.at(start, sizes), cut_out(value.detach(), first, sizes)))
     return checked_chunks(value, shape, value.dtype, found)
 

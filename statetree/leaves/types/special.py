@@ -11,6 +11,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
+from statetree.torch_internals import compressed_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,10 +48,7 @@ class _SparseCoo(EngineLeafType):
 class _SparseCompressed(EngineLeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         detached = value.detach()
-        by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
-        compressed = detached.crow_indices() if by_rows else detached.ccol_indices()
-        plain = detached.col_indices() if by_rows else detached.row_indices()
-        return [compressed, plain, detached.values()], (value.shape, value.layout)
+        return [*compressed_indices(detached), detached.values()], (value.shape, value.layout)
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, layout = context
@@ -74,12 +72,7 @@ class _Quantized(EngineLeafType):
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         if value.is_meta:
             return [integers], (value.dtype, None, None)
-        try:
-            scheme = value.qscheme()
-        except RuntimeError:
-            msg = "the leaf at %PATH% is quantized, and has no scale: expected what torch.quantize_per_tensor makes."
-            raise UnsupportedLeaf(msg) from None
-        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [integers], (value.dtype, value.q_scale(), value.q_zero_point())
         scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
         return [integers, scales, zero_points], (value.dtype, value.q_per_channel_axis())
@@ -96,9 +89,6 @@ class _Quantized(EngineLeafType):
             )
         else:
             dtype, scale, zero_point = context
-            if scale is None:
-                msg = "the leaf at %PATH% is quantized and on meta, without a scale: expected one with elements."
-                raise UnsupportedLeaf(msg)
             fresh = torch._empty_affine_quantized(
                 integers.shape, scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device
             )

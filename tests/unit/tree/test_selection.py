@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.key_paths import literal, nearest
+from statetree.key_paths import literal
 from statetree.tree.selection import selected, selected_in
 
 FLAT = {"a.b.w": 0, "a.c.w": 1, "a.w": 2, "w": 3, "b": 4}
@@ -138,12 +138,6 @@ def test_in_several_trees_a_glob_need_match_one():
 def test_what_says_no_leaves_is_refused(where):
     with pytest.raises(TypeError, match="where does not say which leaves"):
         chosen({"a": 1}, where)
-
-
-def test_the_nearest_path_is_found_among_many():
-    keys = [f"model.layers.{i}.attn.{p}" for i in range(3000) for p in ("wq", "wk")]
-    assert nearest("model.layers.2999.attn.wqq", keys) == "model.layers.2999.attn.wq"
-    assert nearest("something.else.entirely", keys) is None
 
 
 def test_there_is_one_hole():

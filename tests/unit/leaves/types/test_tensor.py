@@ -493,11 +493,11 @@ def test_quantized_tensors_on_meta_have_a_dtype_and_a_shape(per_channel):
         assert st.similarity(found, found, values=False)
         assert not st.similarity(found, tree, values=False)
         assert not st.similarity(tree, found, values=False)
-        with pytest.raises(st.UnsupportedLeaf, match="allocate_like: the leaf at q is quantized and on meta") as caught:
+        with pytest.raises(st.UnsupportedLeaf, match="allocate_like: cannot put together the leaf at q") as caught:
             st.allocate_like(found)
-        assert len(str(caught.value)) < 200
+        assert len(str(caught.value)) < 300
 
 
 def test_a_quantized_tensor_without_a_scale_is_refused():
-    with pytest.raises(st.UnsupportedLeaf, match="offload: the leaf at w is quantized, and has no scale"):
+    with pytest.raises(st.UnsupportedLeaf, match="offload: cannot take apart the leaf at w"):
         st.offload({"w": torch.zeros(3, dtype=torch.int8).view(torch.qint8)})
