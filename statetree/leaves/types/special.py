@@ -71,29 +71,20 @@ class _Quantized(EngineLeafType):
         integers = torch.empty(0, dtype=_INTEGERS[value.dtype], device=value.device)
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         if value.is_meta:
-            return [integers], (value.dtype, None, None)
+            return [integers], (value.dtype, None)
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return [integers], (value.dtype, value.q_scale(), value.q_zero_point())
-        scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
-        return [integers, scales, zero_points], (value.dtype, value.q_per_channel_axis())
+            return [integers], (value.dtype, {"scale": value.q_scale(), "zero_point": value.q_zero_point()})
+        channels = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        return [integers, *channels], (value.dtype, {"axis": value.q_per_channel_axis()})
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        integers, *channels = parts
+        (integers, *channels), (dtype, quantizer) = parts, context
         if integers.is_meta:  # where torch has neither quantizers nor strides
-            return torch.empty(integers.shape, dtype=context[0], device="meta")
-        if channels:
-            dtype, axis = context
-            scales, zero_points = channels
-            fresh = torch._empty_per_channel_affine_quantized(
-                integers.shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=integers.device
-            )
-        else:
-            dtype, scale, zero_point = context
-            fresh = torch._empty_affine_quantized(
-                integers.shape, scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device
-            )
-        storage = integers.untyped_storage()
-        return fresh.set_(storage, integers.storage_offset(), integers.shape, integers.stride())
+            return torch.empty(integers.shape, dtype=dtype, device="meta")
+        make: Any = torch._empty_per_channel_affine_quantized if channels else torch._empty_affine_quantized
+        named = dict(zip(("scales", "zero_points"), channels, strict=False))
+        fresh: torch.Tensor = make(integers.shape, dtype=dtype, device=integers.device, **quantizer, **named)
+        return fresh.set_(integers.untyped_storage(), integers.storage_offset(), integers.shape, integers.stride())
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
         common = {"layout": "quantized", "shape": value.shape}
