@@ -5,8 +5,8 @@ Files, bottom up:
 - ``contents``: what a tree holds in every place; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
 - ``samples``, ``elements``, ``sources``: classes and elements, and trees as source code; ``dtensor_layout``: a DTensor
-  as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis
-  draws (the extra ``testing``)
+  as seen from all ranks at once; ``strategies``, ``layout_strategies``: what hypothesis draws (the extra
+  ``testing``)
 - ``pace``: limits of time; ``rank_worker``, ``rank_calls``: ranks as processes; ``pytest_plugin``: a fixture
 - ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``: ``check_transform``
 - ``faults``, ``gather_faults``, ``conformance_suite``: ``conformance``
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from statetree.testing.assertions import assert_structure_preserved as assert_structure_preserved
     from statetree.testing.assertions import assert_trees_equal as assert_trees_equal
     from statetree.testing.conformance_suite import conformance as conformance
-    from statetree.testing.conversion_strategies import conversions as conversions
     from statetree.testing.dtensor_layout import Layout as Layout
     from statetree.testing.laws import Law as Law
     from statetree.testing.layout_strategies import layouts as layouts
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "assertions": "assert_independent assert_pure assert_structure_preserved assert_trees_equal",
     "conformance_suite": "conformance",
-    "conversion_strategies": "conversions",
     "dtensor_layout": "Layout",
     "laws": "Law",
     "layout_strategies": "layouts",

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import conversions
 from tests.judge import assert_trees_equal
+from tests.laws.drawn_conversions import conversions
 
 
 def nested(flat):

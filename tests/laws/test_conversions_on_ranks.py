@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Layout, conversions, run_ranks
+from statetree.testing import Layout, run_ranks
 from tests.laws.batches import as_many, batches, each
+from tests.laws.drawn_conversions import conversions
 
 
 def spread(state, seed, *, values=True):

@@ -38,7 +38,6 @@ def strategies() -> None:
     assert_type(testing.tied_trees(max_leaves=3), SearchStrategy[Any])
     assert_type(testing.layouts(partial=True), SearchStrategy[testing.Layout])
     assert_type(testing.layouts(2), SearchStrategy[testing.Layout])
-    testing.conversions().map(str)
 
 
 def layout(layout: testing.Layout) -> None:
