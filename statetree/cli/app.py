@@ -254,10 +254,6 @@ def diff(
 )  # fmt: skip
 @click.option("--inverse", is_flag=True, help="Apply the rules from right to left.")
 @click.option(
-    "--copy-others", "copies_others", is_flag=True,
-    help="Copy what lies beside the weights, too: config.json, the tokenizer.",
-)  # fmt: skip
-@click.option(
     "--shard-bytes", type=_bytes, metavar="SIZE",
     help="Begin a new file after so many bytes (5GB, 500MiB). X.safetensors is then written as "
     "X.safetensors.index.json and X-00001-of-….safetensors.",
@@ -284,7 +280,7 @@ def convert(
     Examples:
       statetree convert model.pt model.safetensors
       statetree convert --match 'model.**' --rename 'model.**=**' run.ckpt weights.safetensors
-      statetree convert --rules llama.toml --inverse --copy-others hub/ mine/model.safetensors
+      statetree convert --rules llama.toml --inverse hub/ mine/model.safetensors
       statetree convert --cast bfloat16 --shard-bytes 5GB run/step-00001000 model.safetensors
     """
     from statetree.cli.convert import ConvertOptions
@@ -297,7 +293,7 @@ def convert(
     elif inverse:
         raise click.UsageError("convert: --inverse is for --rules: expected a file of rules, got none.")
     (checkpoint,) = _opened(source, follow_links=follow_links)
-    given = ConvertOptions(Choice("convert", patterns, excluded), follow_links=follow_links, **options)
+    given = ConvertOptions(Choice("convert", patterns, excluded), **options)
     for note in write(source, checkpoint, destination, given):
         click.echo(f"note: {note}", err=True)
 

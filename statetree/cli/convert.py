@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,10 +10,8 @@ import torch
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of, selection
 from statetree.cli.progress import bytes_written, progress
 from statetree.cli.rows import plural
-from statetree.cli.rules_file import others_copied
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
-from statetree.files.remote import RemotePath
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import is_loaded
@@ -44,8 +41,6 @@ class ConvertOptions(NamedTuple):
     drop_values: bool = False
     force: bool = False
     conversion: Conversion | None = None
-    copies_others: bool = False
-    follow_links: bool = False
 
 
 def convert(
@@ -62,10 +57,6 @@ def convert(
     holds_values = ".safetensors" not in target.suffixes
     if options.shard_bytes is not None and holds_values:
         raise CheckpointError(f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out.")
-    if options.copies_others and any(isinstance(path, RemotePath) for path in (source, destination)):
-        raise CheckpointError(
-            "convert: --copy-others copies local files: got a URL. Leave it out, and copy them yourself."
-        )
     values = [entry for entry in chosen if not isinstance(entry.leaf, StoredTensor)]
     if options.conversion is not None:
         values = [entry for entry in values if not options.conversion.ignores(entry.key)]
@@ -99,17 +90,9 @@ def convert(
         checkpoint.verify()
     read, size = (source, *files.paths), options.shard_bytes
     total = sum(leaf.nbytes for leaf in flatten(tree)[0] if isinstance(leaf, StoredTensor))
-    others: AbstractContextManager[list[str]] = nullcontext([])
-    if options.copies_others:
-        others = others_copied(source, destination, follow_links=options.follow_links, force=options.force)
-    with (
-        others as notes,
-        progress("convert: written", total, lambda: bytes_written() - before[1]),
-        warnings.catch_warnings(),
-    ):
+    with progress("convert: written", total, lambda: bytes_written() - before[1]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the command says by itself what does not come back
         save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
-    yield from notes
     if dropped:
         yield f"{_listed(dropped, ', ')}: dropped"
     yield from _notes(checkpoint, made, target.title)

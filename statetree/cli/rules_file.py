@@ -1,26 +1,16 @@
-"""Rules of a conversion in a file, and what lies beside a checkpoint and goes along when it is converted."""
+"""Rules of a conversion in a file."""
 
 from __future__ import annotations
 
-import shutil
 import tomllib
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError
-from statetree.files.untrusted import printable
 from statetree.transforms.conversions.rule_set import Conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-#: The ends of names of files that hold weights, in any library's format.
-_WEIGHTS: Final = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".distcp", ".metadata"),
-    *(".gguf", ".h5", ".msgpack", ".onnx", ".npz"),
-)
 _KEYS: Final = {"rules", "sizes", "ignore", "strict"}
 _RULE_KEYS: Final = {"left", "right", "pattern"}
 
@@ -55,31 +45,3 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
 
 def _refused(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"convert: {path} holds no valid rules: {what}")
-
-
-@contextmanager
-def others_copied(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[list[str]]:
-    """Copy what lies beside a checkpoint, and is neither weights nor hidden: configuration, tokenizer. Yields notes.
-
-    The copies get their names when the block has ended, if it did not fail.
-    """
-    folder, target = source if source.is_dir() else source.parent, destination.parent
-    notes: list[str] = []
-    if not target.is_dir():  # whoever writes there says so
-        yield notes
-        return
-    with TemporaryDirectory(prefix=".others.partial-", dir=target) as made:
-        for file in sorted(folder.iterdir()):
-            is_hidden = file.name.startswith(".") or not file.is_file()
-            if is_hidden or file.name.lower().endswith(_WEIGHTS) or file.name == destination.name:
-                continue
-            place = target / file.name
-            if file.is_symlink() and not follow_links:
-                notes.append(f"{printable(file.name)}: a link, is not copied without --follow-links")
-            elif place.exists() and not force:
-                notes.append(f"{printable(file.name)}: is there already, and stays without --force")
-            elif not (place.exists() and place.samefile(file)):
-                shutil.copyfile(file, Path(made, file.name))
-        yield notes
-        for copy in sorted(Path(made).iterdir()):
-            copy.replace(target / copy.name)

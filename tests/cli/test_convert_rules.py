@@ -1,6 +1,5 @@
 """``statetree convert --rules``: names and tensors by the rules of a file, both ways."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,29 +66,6 @@ def test_tied_names_that_differ_are_found_when_they_are_read(rules, tmp_path, st
     assert not (tmp_path / "b.safetensors").exists()
 
 
-def test_what_lies_beside_goes_along(rules, tmp_path, statetree):
-    folder, target = tmp_path / "hub", tmp_path / "mine"
-    folder.mkdir()
-    target.mkdir()
-    st.save({"norm": ramp(3)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("[]")
-    (folder / "vocab.txt").symlink_to(folder / "config.json")
-    (folder / "pytorch_model.bin.index.json").write_text("no")
-    (target / "tokenizer.json").write_text("mine")
-    ran = converted(
-        statetree, "--rules", rules, "--copy-others", folder / "model.safetensors", target / "m.safetensors"
-    )
-    assert sorted(file.name for file in target.iterdir()) == ["config.json", "m.safetensors", "tokenizer.json"]
-    assert (target / "tokenizer.json").read_text() == "mine"
-    assert "vocab.txt: a link, is not copied without --follow-links" in ran.err
-    assert "tokenizer.json: is there already, and stays without --force" in ran.err
-    options = ("--copy-others", "--force", "--follow-links")
-    converted(statetree, *options, folder / "model.safetensors", target / "m.safetensors")
-    assert (target / "tokenizer.json").read_text() == "[]"
-    assert (target / "vocab.txt").read_text() == "{}"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -143,44 +119,3 @@ def test_whether_a_file_is_strict_is_true_or_false(tmp_path, statetree):
     ran = statetree("convert", "--rules", rules, tmp_path / "a.pt", tmp_path / "b.pt")
     assert ran.status == 2
     assert "expected true or false as strict, got 'no'" in ran.err
-
-
-@pytest.mark.parametrize("call", ["copyfile", "save"])
-def test_what_lies_beside_stays_where_a_copy_or_the_save_fails(call, tmp_path, monkeypatch, statetree):
-    folder, target = tmp_path / "hub", tmp_path / "mine"
-    for place, text in ((folder, "new"), (target, "old")):
-        place.mkdir()
-        st.save({"w": torch.ones(2)}, place / "model.safetensors")
-        for name in ("config.json", "tokenizer.json"):
-            (place / name).write_text(text)
-
-    def fail(*given, **_):
-        if call == "save" or "tokenizer" in str(given[0]):
-            raise OSError(28, "No space left on device")
-        Path(given[1]).write_text("new")
-
-    monkeypatch.setattr("shutil.copyfile" if call == "copyfile" else "statetree.cli.convert.save", fail)
-    ran = statetree("convert", "--force", "--copy-others", folder, target / "model.safetensors")
-    assert ran.status == 2
-    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert {(target / name).read_text() for name in ("config.json", "tokenizer.json")} == {"old"}
-
-
-def test_what_is_called_like_the_destination_is_not_copied(tmp_path, statetree):
-    (tmp_path / "to").mkdir()
-    st.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    for name in ("tokenizer", "zz.json"):
-        (tmp_path / name).write_text("{}")
-    ran = statetree("convert", "--copy-others", tmp_path / "model.pt", tmp_path / "to" / "tokenizer")
-    assert ran.status == 0
-    assert (tmp_path / "to" / "tokenizer" / ".metadata").exists()
-    assert (tmp_path / "to" / "zz.json").exists()
-
-
-def test_what_lies_beside_a_url_is_refused_before_anything_is_written(tmp_path, statetree):
-    st.save({"tok": torch.ones(2)}, tmp_path / "a.safetensors")
-    url = f"file://{tmp_path}/a.safetensors"
-    ran = statetree("convert", "--copy-others", url, tmp_path / "b.safetensors")
-    assert ran.status == 2
-    assert "--copy-others copies local files: got a URL" in ran.err
-    assert not (tmp_path / "b.safetensors").exists()
