@@ -125,10 +125,6 @@ def cli() -> None:
 @_json
 @_html
 @click.option("--stats", is_flag=True, help="Read elements: min, max, mean, std, and how many are NaN, inf and zero.")
-@click.option("--histogram", is_flag=True, help="With --stats, how many elements lie where between min and max, too.")
-@click.option(
-    "--values", "key", metavar="KEY", help="Print the elements of one tensor, or one value, and nothing else."
-)
 @click.option("--verify", "is_verified", is_flag=True, help="Compare all bytes with the stored checksums, too.")
 @_follow_links
 def show(
@@ -138,7 +134,6 @@ def show(
     page: Path | None,
     is_verified: bool,
     follow_links: bool,
-    key: str | None,
     **options: Any,
 ) -> int:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
@@ -154,24 +149,20 @@ def show(
       statetree show model.pt
       statetree show --depth 2 --sort size run/step-00001000
       statetree show --match '**.weight' --stats model.safetensors
-      statetree show --values model.norm.weight model.safetensors
       statetree show --verify model.pt
       statetree show run
     """
     from statetree.cli.entries import Choice, listing_of
-    from statetree.cli.show import ShowOptions, show_values, verified
+    from statetree.cli.show import ShowOptions, verified
     from statetree.cli.show import show as show_listing
     from statetree.cli.steps import is_run, show_steps
 
     if is_run(file):
-        if patterns or excluded or page or key is not None or options["stats"] or options["depth"]:
+        if patterns or excluded or page or options["stats"] or options["depth"]:
             msg = "show: a run's folder takes --json and --verify: expected one of its steps for other options."
             raise click.UsageError(msg)
         return SAME if show_steps(file, as_json=options["as_json"], verify=is_verified) else FAILED
     (checkpoint,) = _opened(file, follow_links=follow_links)
-    if key is not None:
-        show_values(file, checkpoint.tree, key)
-        return SAME
     verdict = verified(checkpoint) if is_verified else ""
     show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
@@ -195,8 +186,6 @@ def show(
 @_exclude
 @_json
 @_html
-@click.option("--stat", is_flag=True, help="Print a summary only.")
-@click.option("--top", type=click.IntRange(1), metavar="N", help="Show the first N differences only.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing: the exit status tells.")
 @_follow_links
 def diff(
@@ -220,7 +209,7 @@ def diff(
     Examples:
       statetree diff before.pt after.pt
       statetree diff --rtol 1e-5 model.pt model.safetensors
-      statetree diff --no-values --stat --exclude 'optimizer.**' a.ckpt b.ckpt
+      statetree diff --no-values --exclude 'optimizer.**' a.ckpt b.ckpt
     """
     from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare

@@ -12,7 +12,7 @@ import click
 from statetree.cli.entries import selection
 from statetree.cli.progress import tracked
 from statetree.cli.rows import plural
-from statetree.cli.table import is_coloured, wrapped
+from statetree.cli.table import is_coloured
 from statetree.errors import Difference, with_checks
 from statetree.files.leaf_text import leaf_text, short_value
 from statetree.files.page import write_page
@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 
 
 class DiffOptions(NamedTuple):
-    """How two checkpoints are compared, and what is said of it: as JSON, as a summary, or not at all."""
+    """How two checkpoints are compared, and what is said of it: as JSON, as text, or not at all."""
 
     choice: Choice
     tolerance: Tolerance = EXACT
     values: bool = False
     as_json: bool = False
-    stat: bool = False
     quiet: bool = False
     page: Path | None = None
-    top: int | None = None
 
 
 class Found(NamedTuple):
@@ -76,9 +74,9 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
     """Print how two checkpoints differ. Returns whether they do; ``None`` if that cannot be told."""
     found = compare(left, right, options)
     if options.as_json:
-        sys.stdout.write(f"{json.dumps(_as_json(paths, found, options), indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(_as_json(paths, found), indent=2)}\n")
     elif not options.quiet:
-        sys.stdout.writelines(f"{wrapped(line)}\n" for line in _lines(paths, found, options))
+        sys.stdout.writelines(f"{line}\n" for line in _lines(paths, found, options))
     if options.page is not None:
         rows = [
             Difference(TreePath((each.key,)), each.kind, each.left, each.right, each.elements and each.elements.max_abs)
@@ -182,11 +180,10 @@ def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> It
     def paint(text: str, colour: str) -> str:
         return click.style(printable(text), fg=colour) if in_colour else printable(text)
 
-    if found.differences and not options.stat:
+    if found.differences:
         yield paint(f"--- {paths[0]}", "red")
         yield paint(f"+++ {paths[1]}", "green")
-    shown = [] if options.stat else found.differences[: options.top]
-    for difference in shown:
+    for difference in found.differences:
         key, left, right = printable(difference.key), paint(difference.left, "red"), paint(difference.right, "green")
         if difference.kind == "missing":
             gone = difference.right == "nothing"
@@ -195,8 +192,8 @@ def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> It
             yield f"~ {key}: {left} on the left, {right} on the right"
         else:
             yield f"~ {key}: {difference.kind} {left} against {right}{_elements(difference.elements)}"
-    if shown and found.num_found > len(shown):
-        yield f"… and {found.num_found - len(shown):,} more"
+    if found.num_found > len(found.differences):
+        yield f"… and {found.num_found - len(found.differences):,} more"
     yield _summary(found, options)
     yield from (f"note: {printable(note)}" for note in found.notes)
 
@@ -220,12 +217,10 @@ def _summary(found: Comparison, options: DiffOptions) -> str:
         return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
-    measured = [size for each in found.differences if each.elements and (size := each.elements.max_abs) is not None]
-    largest = f"; elements differ by at most {max(measured):.3g}" if options.stat and measured else ""
-    return f"{plural(found.num_found, 'difference')} ({', '.join(counts)}); {compared}{largest}"
+    return f"{plural(found.num_found, 'difference')} ({', '.join(counts)}); {compared}"
 
 
-def _as_json(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> dict[str, Any]:
+def _as_json(paths: Sequence[Path], found: Comparison) -> dict[str, Any]:
     return {
         "left": str(paths[0]),
         "right": str(paths[1]),
@@ -233,7 +228,7 @@ def _as_json(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> 
         "compared": found.num_compared,
         "undecided": found.undecided,
         "count": found.num_found,
-        "differences": [_difference_json(difference) for difference in found.differences[: options.top]],
+        "differences": list(map(_difference_json, found.differences)),
         "notes": found.notes,
     }
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.entries import entries_of
 from statetree.cli.progress import tracked
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
-from statetree.cli.table import OutputLine, wrapped, write_lines
-from statetree.errors import CheckpointError
-from statetree.files.leaf_text import bars, dtype_text, histogram, statistics_of, stats_text
-from statetree.files.stored import StoredTensor
+from statetree.cli.table import OutputLine, write_lines
+from statetree.files.leaf_text import statistics_of, stats_text
 from statetree.files.untrusted import human, printable
 
 if TYPE_CHECKING:
@@ -31,26 +27,6 @@ class ShowOptions(NamedTuple):
     sort: str = "file"
     as_json: bool = False
     stats: bool = False
-    histogram: bool = False
-
-
-def show_values(path: Path, tree: Any, key: str) -> None:
-    """Print the elements of one tensor as torch does, or a plain value; ``CheckpointError`` if there is no such key."""
-    found = {entry.key: entry.leaf for entry in entries_of(tree)}
-    if key not in found:
-        near = get_close_matches(key, found, 1)
-        hint = f"Is it {printable(near[0])}?" if near else "Show the file without --values to see its keys."
-        raise CheckpointError(f"show: {printable(str(path))} has no entry {printable(key)}. {hint}")
-    leaf = found[key]
-    tensor = leaf.tensor() if isinstance(leaf, StoredTensor) else None
-    try:
-        text = repr(leaf) if tensor is None else str(tensor)
-    except RuntimeError as error:  # torch has dtypes that it cannot print
-        if tensor is None:
-            raise
-        what = f"{printable(key)} ({dtype_text(tensor.dtype)}): {printable(str(error)[:200])}"
-        raise CheckpointError(f"show: torch cannot print the elements of {what}") from None
-    sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")
 
 
 def show(path: Path, listing: Listing, options: ShowOptions) -> None:
@@ -60,7 +36,7 @@ def show(path: Path, listing: Listing, options: ShowOptions) -> None:
         return
     words = f"{printable(str(path))}: {listing.title}, {human(listing.nbytes)}: {counted(listing.rows)}"
     numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
-    sys.stdout.write(wrapped(f"{words}, {numbers}") + "\n")
+    sys.stdout.write(f"{words}, {numbers}\n")
     lines = _tree_lines if sys.stdout.isatty() else _flat_lines
     found = lines(grouped(listing.rows, options.depth), options)
     write_lines(list(tracked("show", found, len(listing.rows))) if options.stats else found)
@@ -75,7 +51,6 @@ def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> 
     notes = item.notes
     if options.stats:
         notes.append(stats_text(statistics_of(item.leaf)))
-        notes.append(bars(item.leaf) if options.histogram else "")
     share = "" if item.tied_to and not item.own_bytes else share
     return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(filter(None, notes)))
 
@@ -137,7 +112,6 @@ def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
     if options.stats:
         numbers = statistics_of(row.leaf)
         found["stats"] = None if numbers is None else numbers._asdict()
-        found |= {"histogram": histogram(row.leaf)} if options.histogram else {}
     return found
 
 

@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from statetree.cli.table import OutputLine, wrapped, write_lines
+from statetree.cli.table import OutputLine, write_lines
 from statetree.files.untrusted import human, printable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def show_steps(directory: Path, *, as_json: bool, verify: bool = False) -> bool:
         sys.stdout.write(f"{json.dumps({'run': str(directory), 'steps': steps}, indent=2)}\n")
         return is_sound
     total = human(sum(step["bytes"] for step in steps))
-    sys.stdout.write(wrapped(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}") + "\n")
+    sys.stdout.write(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}\n")
     lines = []
     for step in steps:
         about = ", ".join([f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()])

@@ -24,7 +24,6 @@ _LONGEST: Final = 48
 _BINS: Final = 16
 #: How many elements of a tensor in memory are looked at together.
 _BUCKET: Final = 1 << 22
-_BARS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -117,12 +116,6 @@ def histogram(tensor: StoredTensor | torch.Tensor, found: Statistics | None = No
         wide = wide.abs() if wide.is_complex() else wide
         counts += torch.histc(wide[wide.isfinite()], _BINS, found.least, found.most).to(counts)
     return [int(count) for count in counts]
-
-
-def bars(stored: StoredTensor) -> str:
-    """Return a histogram in bars."""
-    counts = histogram(stored)
-    return "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
 
 
 def pieces_of(tensor: StoredTensor | torch.Tensor) -> Iterator[torch.Tensor]:

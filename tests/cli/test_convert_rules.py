@@ -1,6 +1,5 @@
 """``statetree convert --rules``: names and tensors by the rules of a file, both ways."""
 
-
 import pytest
 import torch
 

@@ -282,12 +282,9 @@ def test_tolerances(tmp_path, statetree):
 def test_summaries_and_silence(tmp_path, statetree):
     one = write({"a": bits(3), "b": torch.tensor([1.0])}, tmp_path / "a.pt")
     other = write({"a": bits(3), "b": torch.tensor([1.5])}, tmp_path / "b.pt")
-    ran = statetree("diff", "--values", "--stat", one, other)
+    ran = statetree("diff", "--values", one, other)
     assert ran.status == 1
-    assert ran.out == (
-        "1 difference (1 value); 2 entries compared (structure, dtypes, shapes and values); "
-        "elements differ by at most 0.5\n"
-    )
+    assert ran.out.endswith("\n1 difference (1 value); 2 entries compared (structure, dtypes, shapes and values)\n")
     assert statetree("diff", "--values", "-q", one, other)[:2] == (1, "")
     assert statetree("diff", "--values", "--exclude", "b", one, other).status == 0
 
@@ -297,14 +294,6 @@ def test_what_differs_most_comes_first(tmp_path, statetree):
     other = {"a": torch.tensor([1.1]), "b": torch.tensor([9.0]), "c": torch.tensor([2.0])}
     found = statetree("diff", "--values", "--json", one, write(other, tmp_path / "b.pt")).json["differences"]
     assert [row["key"] for row in found] == ["b", "c", "a"]
-    ran = statetree("diff", "--json", "--top", "2", one, tmp_path / "b.pt")
-    assert ([row["key"] for row in ran.json["differences"]], ran.json["count"]) == (["b", "c"], 3)
-    lines = statetree("diff", "--top", "1", one, tmp_path / "b.pt").out.splitlines()
-    assert [line.split(":")[0] for line in lines[2:]] == [
-        "~ b",
-        "… and 2 more",
-        "3 differences (3 value); 3 entries compared (structure, dtypes, shapes and values)",
-    ]
 
 
 def test_all_differences_of_structure_are_counted(tmp_path, statetree):

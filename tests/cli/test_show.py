@@ -73,83 +73,6 @@ def test_a_tree_on_a_terminal(tmp_path, statetree, monkeypatch):
     assert any(line.startswith("  weight") for line in lines)
 
 
-def test_rows_on_a_narrow_terminal_show_names_shapes_sizes_and_notes(tmp_path, statetree, monkeypatch):
-    state = {
-        "model": {"encoder": {"layers": [{"self_attention": {"in_proj_weight": bits(96, 1024), "k": bits(2)}}] * 2}}
-    }
-    path = write(
-        {
-            **state,
-            "betas_of_the_optimizer": tuple(range(40)),
-            "decoupled_weight_decay_of_parameters_and_of_all": bits(2),
-        },
-        tmp_path / "a.pt",
-    )
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = statetree("show", "--stats", path).out.splitlines()
-    assert all(len(line) <= 60 for line in lines if str(tmp_path) not in line)
-    text = "\n".join(lines)
-    for words in (
-        "in_proj_weight",
-        "[96, 1024]",
-        "384.0 KiB",
-        "mean",
-        "= model.encoder",
-        "…",
-        "of_all",
-        "(0, 1, 2",
-    ):
-        assert words in text, (words, text)
-    assert "%" not in text
-    (tmp_path / "b.pt").write_bytes(b"")
-    other = write({**state, "decoupled_weight_decay_of_parameters_and_of_all": bits(2, start=1)}, tmp_path / "b.pt")
-    ran = statetree("diff", "--values", path, other)
-    lines = [line for line in ran.out.splitlines() if str(tmp_path) not in line and line not in ("---", "+++")]
-    assert all(len(line) <= 60 for line in lines)
-    assert sum(line.startswith("    ") for line in lines) >= 2
-    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    piped = statetree("diff", "--values", path, other).out.splitlines()
-    assert " ".join(" ".join(lines).split()) == " ".join(line for line in piped if str(tmp_path) not in line)
-
-
-ROWS_AT_60_COLUMNS = """
-encoder.layers         bfloat16, fl…  6 tensors         30 B
- 0                     bfloat16, fl…  3 tensors         30 B
-…that_looks_at_itself  float32        [2, 3]            24 B
-      tied: 2 entries
-  k                    float16        [2]                4 B
-      tied: 2 entries
-  scale                bfloat16       [1]                2 B
-      tied: 2 entries
- 1                     bfloat16, fl…  3 tensors          0 B
-…that_looks_at_itself  float32        [2, 3]            24 B
-      = encoder.layers.0.in_projection_of_the_attention_that
-      _looks_at_itself
-  k                    float16        [2]                4 B
-      = encoder.layers.0.k
-  scale                bfloat16       [1]                2 B
-      = encoder.layers.0.scale
-betas                  tuple          (0, 1, 2, 3, 4, 5, ..…
-wide                   float32        [1, 2, 1, 2, 1,…  64 B
-"""
-
-
-def test_what_is_cut_at_60_columns_says_so(tmp_path, statetree, monkeypatch):
-    names = ("in_projection_of_the_attention_that_looks_at_itself", "k", "scale")
-    layer = dict(zip(names, (bits(2, 3), bits(2).half(), bits(1).bfloat16()), strict=True))
-    state = {"encoder": {"layers": [layer, layer]}, "betas": tuple(range(40)), "wide": bits(1, 2, 1, 2, 1, 2, 1, 2)}
-    path = write(state, tmp_path / "a.pt")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.chdir(tmp_path)
-    shown = statetree("show", path.name).out
-    assert shown.endswith(f" parameters{ROWS_AT_60_COLUMNS}")
-    assert all(len(line) <= 60 for line in shown.splitlines())
-
-
 def test_ties_are_marked_and_counted_once(tmp_path, statetree):
     path = write(tied_state(), tmp_path / "a.pt")
     ran = statetree("show", "--json", path)
@@ -368,33 +291,6 @@ def test_torch_is_not_imported_for_help(args):
     """It takes seconds."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_the_values_of_one_key_are_printed(tmp_path, statetree):
-    path = write({"model": {"w": torch.arange(6.0).view(2, 3)}, "note": "a\x1bb"}, tmp_path / "a.pt")
-    ran = statetree("show", "--values", "model.w", path)
-    assert ran.out == "tensor([[0., 1., 2.],\n        [3., 4., 5.]])\n"
-    assert statetree("show", "--values", "note", path).out == "'a\\x1bb'\n"
-    ran = statetree("show", "--values", "model.v", path)
-    assert (ran.status, ran.out) == (2, "")
-    assert "has no entry model.v. Is it model.w?" in ran.err
-
-
-def test_histograms_say_where_elements_lie(tmp_path, statetree):
-    weights = torch.cat([torch.arange(16.0), torch.zeros(4), torch.tensor([float("nan"), float("inf")])])
-    path = write({"w": weights, "n": torch.zeros(0), "c": torch.tensor([3 + 4j, 0])}, tmp_path / "a.pt")
-    ran = statetree("show", "--json", "--stats", "--histogram", path)
-    found = {entry["key"]: entry["histogram"] for entry in ran.json["entries"]}
-    assert found == {"w": [5, *[1] * 15], "n": [], "c": [1, *[0] * 14, 1]}
-    assert "█" + "▂" * 15 in statetree("show", "--stats", "--histogram", path).out
-
-
-@pytest.mark.parametrize("dtype", [torch.bits8, torch.quint4x2], ids=str)
-def test_values_that_torch_cannot_print_are_named(dtype, tmp_path, statetree):
-    torch.save({"w": torch.zeros(3, dtype=torch.uint8).view(dtype)}, tmp_path / "a.pt")
-    ran = statetree("show", "--values", "w", tmp_path / "a.pt")
-    assert ran.status == 2
-    assert f"show: torch cannot print the elements of w ({str(dtype).removeprefix('torch.')})" in ran.err
 
 
 def test_a_quantized_tensor_without_a_quantizer_is_shown(tmp_path, statetree):
