@@ -152,9 +152,9 @@ def show(
       statetree show --verify model.pt
       statetree show run
     """
-    from statetree.cli.entries import Choice, listing_of
+    from statetree.cli.entries import Choice
     from statetree.cli.show import ShowOptions, verified
-    from statetree.cli.show import show as show_listing
+    from statetree.cli.show import show as write
     from statetree.cli.steps import is_run, show_steps
 
     if is_run(file):
@@ -164,7 +164,7 @@ def show(
         return SAME if show_steps(file, as_json=options["as_json"], verify=is_verified) else FAILED
     (checkpoint,) = _opened(file, follow_links=follow_links)
     verdict = verified(checkpoint) if is_verified else ""
-    show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
+    write(file, checkpoint, Choice("show", patterns, excluded), ShowOptions(**options))
     if page is not None:
         from statetree.files.page import to_html
 

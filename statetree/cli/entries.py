@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.rows import Listing, Row, labels_of
+from statetree.cli.rows import Row, labels_of
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import is_entry
 from statetree.files.leaf_text import dtype_text, kind_of, short_value, type_text
@@ -18,7 +17,6 @@ from statetree.tree.selection import selected
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.files.checkpoint import OpenedCheckpoint
     from statetree.key_paths import Path
 
 
@@ -55,34 +53,31 @@ class Choice(NamedTuple):
         Raises:
             CheckpointError: If there are none, though the trees have some.
         """
-        found = [entries_of(tree) for tree in trees]
-        chosen = [self._chosen(entries, tree) for entries, tree in zip(found, trees, strict=True)]
-        count = len({entry.key for entries in found for entry in entries})
-        if not any(chosen) and (count or self.patterns):
-            msg = f"{self.verb}: none of the {count} keys matches: expected one or more. Check --match and --exclude."
+        chosen: list[list[CheckpointEntry]] = []
+        keys: set[str] = set()
+        for tree in trees:
+            entries = entries_of(tree)
+            leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
+            taken, left_out = (
+                selected(list(globs), spec, leaves, verb=self.verb, missing_ok=True)
+                if globs
+                else [default] * len(leaves)
+                for globs, default in ((self.patterns, True), (self.excluded, False))
+            )
+            flagged = zip(entries, taken, left_out, strict=True)
+            chosen.append([entry for entry, take, leave in flagged if take and not leave])
+            keys.update(entry.key for entry in entries)
+        if not any(chosen) and (keys or self.patterns):
+            msg = (
+                f"{self.verb}: none of the {len(keys)} keys matches: expected one or more. Check --match and --exclude."
+            )
             raise CheckpointError(msg)
         return chosen
 
-    def _chosen(self, entries: list[CheckpointEntry], tree: Any) -> list[CheckpointEntry]:
-        leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
-        taken, left_out = (
-            selected(list(globs), spec, leaves, verb=self.verb, missing_ok=True) if globs else [default] * len(leaves)
-            for globs, default in ((self.patterns, True), (self.excluded, False))
-        )
-        return [entry for entry, take, leave in zip(entries, taken, left_out, strict=True) if take and not leave]
 
-
-def listing_of(checkpoint: OpenedCheckpoint, choice: Choice) -> Listing:
-    """Return what a checkpoint holds, as far as it is looked at."""
-    (chosen,) = choice.of(checkpoint.tree)
-    with suppress(CheckpointError):  # opens all files, so that their bytes count: what is missing, --verify tells
-        checkpoint.check()
-    rows = rows_of(chosen, entries_of(checkpoint.tree))
-    return Listing(checkpoint.title, checkpoint.files.nbytes, rows, checkpoint.metadata, checkpoint.foreign)
-
-
-def rows_of(chosen: Sequence[CheckpointEntry], entries: Sequence[CheckpointEntry]) -> list[Row]:
-    """Return the rows of those entries of a checkpoint that are shown."""
+def rows_of(tree: Any, choice: Choice) -> list[Row]:
+    """Return the rows of those entries of a checkpoint that are looked at."""
+    (chosen,), entries = choice.of(tree), entries_of(tree)
     rows = {entry.key: _row(entry) for entry in chosen}
     for group in shared_bytes([entry.leaf for entry in entries]):
         keys = [entries[index].key for index in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.files.untrusted import printable, shape_text
 from statetree.key_paths import Attr, render_key
@@ -48,26 +48,6 @@ class Row:
         """What else there is to say."""
         tied = f"= {printable(self.tied_to)}" if self.tied_to else f"tied: {self.num_tied} entries"
         return [*[tied] * bool(self.tied_to or self.num_tied), *[self.layout] * bool(self.layout)]
-
-
-class Listing(NamedTuple):
-    """A checkpoint, as it is shown: its format, its size, its rows, the texts of its header, and what is not loaded."""
-
-    title: str
-    nbytes: int
-    rows: list[Row]
-    metadata: dict[str, str]
-    not_loaded: Sequence[str] = ()
-
-    @property
-    def element_bytes(self) -> int:
-        """How many bytes its elements take, each counted once."""
-        return sum(row.own_bytes for row in self.rows)
-
-    @property
-    def num_parameters(self) -> int:
-        """How many elements its tensors have, without those that are tied to others."""
-        return sum(row.numel for row in self.rows if not row.tied_to)
 
 
 def labels_of(path: Sequence[Any]) -> tuple[str, ...]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from statetree.cli.entries import rows_of
 from statetree.cli.progress import tracked
-from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
+from statetree.cli.rows import Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, write_lines
+from statetree.errors import CheckpointError
 from statetree.files.leaf_text import statistics_of, stats_text
 from statetree.files.untrusted import human, printable
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from statetree.cli.entries import Choice
     from statetree.files.checkpoint import OpenedCheckpoint
 
 
@@ -29,17 +33,33 @@ class ShowOptions(NamedTuple):
     stats: bool = False
 
 
-def show(path: Path, listing: Listing, options: ShowOptions) -> None:
-    """Print what a checkpoint holds."""
+def show(path: Path, checkpoint: OpenedCheckpoint, choice: Choice, options: ShowOptions) -> None:
+    """Print what a checkpoint holds, as far as it is looked at."""
+    rows = rows_of(checkpoint.tree, choice)
+    with suppress(CheckpointError):  # opens all files, so that their bytes count: what is missing, --verify tells
+        checkpoint.check()
+    element_bytes = sum(row.own_bytes for row in rows)
+    num_parameters = sum(row.numel for row in rows if not row.tied_to)
     if options.as_json:
-        sys.stdout.write(f"{json.dumps(_as_json(path, listing, options), indent=2)}\n")
+        in_order = sorting(options.sort)(rows)
+        found = {
+            "file": str(path),
+            "format": checkpoint.title.split()[0].lower(),
+            "bytes": checkpoint.files.nbytes,
+            "element_bytes": element_bytes,
+            "parameters": num_parameters,
+            "metadata": checkpoint.metadata,
+            "not_loaded": sorted(checkpoint.foreign),
+            "entries": [_entry_json(row, options) for row in tracked("show", in_order, len(in_order))],
+        }
+        sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
         return
-    words = f"{printable(str(path))}: {listing.title}, {human(listing.nbytes)}: {counted(listing.rows)}"
-    numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
+    words = f"{printable(str(path))}: {checkpoint.title}, {human(checkpoint.files.nbytes)}: {counted(rows)}"
+    numbers = f"{human(element_bytes)} of elements, {plural(num_parameters, 'parameter')}"
     sys.stdout.write(f"{words}, {numbers}\n")
-    lines = _tree_lines if sys.stdout.isatty() else _flat_lines
-    found = lines(grouped(listing.rows, options.depth), options)
-    write_lines(list(tracked("show", found, len(listing.rows))) if options.stats else found)
+    make = _tree_lines if sys.stdout.isatty() else _flat_lines
+    lines = make(grouped(rows, options.depth), options)
+    write_lines(list(tracked("show", lines, len(rows))) if options.stats else lines)
 
 
 def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> OutputLine:
@@ -86,20 +106,6 @@ def _flat_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
         found.sort(key=lambda pair: pair[1] if options.sort == "name" else -pair[0].own_bytes)
     total = root.own_bytes
     return (_line(item, name, total, options) for item, name in found)
-
-
-def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, Any]:
-    in_order = sorting(options.sort)(listing.rows)
-    return {
-        "file": str(path),
-        "format": listing.title.split()[0].lower(),
-        "bytes": listing.nbytes,
-        "element_bytes": listing.element_bytes,
-        "parameters": listing.num_parameters,
-        "metadata": listing.metadata,
-        "not_loaded": sorted(listing.not_loaded),
-        "entries": [_entry_json(row, options) for row in tracked("show", in_order, len(in_order))],
-    }
 
 
 def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:

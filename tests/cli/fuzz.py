@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from statetree.cli.app import main
 from statetree.cli.diff import DiffOptions, compare
-from statetree.cli.entries import Choice, entries_of, rows_of
+from statetree.cli.entries import Choice, rows_of
 from statetree.errors import StateTreeError
 from statetree.files import StoredTensor, opened
 from tests.cli.hostile import archive, pickled
@@ -150,9 +150,8 @@ def exercise(path: Path) -> bool:
     """Open a checkpoint and read all there is. Returns whether it could be opened."""
     try:
         checkpoint = opened(path, skip_foreign=True)
-        entries = entries_of(checkpoint.tree)
-        rows_of(entries, entries)
-        tensors = [entry.leaf for entry in entries if isinstance(entry.leaf, StoredTensor)]
+        rows = rows_of(checkpoint.tree, Choice("show"))
+        tensors = [row.leaf for row in rows if isinstance(row.leaf, StoredTensor)]
         if all(leaf.nbytes <= READ_BYTES for leaf in tensors):
             compare(checkpoint, opened(path, skip_foreign=True), DiffOptions(Choice("diff", (), ()), values=True))
             for leaf in tensors:
