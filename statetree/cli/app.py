@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.files.remote import RemotePath, is_url, refuse_url
+from statetree.files.remote import RemotePath, is_url
 from statetree.files.untrusted import printable, refuse
 
 if TYPE_CHECKING:
@@ -58,14 +58,6 @@ def _tolerance(text: str) -> float:
     return float(text)
 
 
-class _LocalPath(click.Path):
-    """A path. A URL is refused while it has both slashes."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        refuse_url("statetree", value)
-        return super().convert(value, param, ctx)
-
-
 class _PathOrUrl(click.Path):
     """A path, or a URL that fsspec knows."""
 
@@ -83,7 +75,6 @@ class _Checkpoint(_PathOrUrl):
         return path
 
 
-_PATH = _LocalPath(path_type=Path)
 _CHECKPOINT = _Checkpoint(path_type=Path)
 _DESTINATION = _PathOrUrl(path_type=Path)
 _match = click.option(
@@ -92,7 +83,9 @@ _match = click.option(
 )  # fmt: skip
 _exclude = click.option("--exclude", "excluded", multiple=True, metavar="GLOB", help="No entries that match.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_html = click.option("--html", "page", type=_PATH, metavar="FILE", help="Write a page to look at, too.")
+_html = click.option(
+    "--html", "page", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."
+)
 _follow_links = click.option(
     "--follow-links", is_flag=True,
     help="Follow symbolic links in an index (needed for Hugging Face's cache).",
@@ -141,8 +134,8 @@ def show(
     Of a folder that a Checkpointer fills, the steps are listed: when they were saved, their size, metric and metadata.
     --verify compares the checksums of each; the exit status is 2 if one is damaged.
 
-    Only headers are read, so that it takes no longer for a large file. On a terminal, entries are shown as a tree;
-    otherwise one a line, under their whole keys.
+    Only headers are read, so that it takes no longer for a large file. On a terminal, and with --depth, entries are
+    shown as a tree; otherwise one a line, under their whole keys.
 
     \b
     Examples:

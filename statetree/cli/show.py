@@ -57,8 +57,8 @@ def show(path: Path, checkpoint: OpenedCheckpoint, choice: Choice, options: Show
     words = f"{printable(str(path))}: {checkpoint.title}, {human(checkpoint.files.nbytes)}: {counted(rows)}"
     numbers = f"{human(element_bytes)} of elements, {plural(num_parameters, 'parameter')}"
     sys.stdout.write(f"{words}, {numbers}\n")
-    make = _tree_lines if sys.stdout.isatty() else _flat_lines
-    lines = make(grouped(rows, options.depth), options)
+    is_tree = sys.stdout.isatty() or options.depth is not None
+    lines = _tree_lines(grouped(rows, options.depth), options) if is_tree else _flat_lines(rows, options)
     write_lines(list(tracked("show", lines, len(rows))) if options.stats else lines)
 
 
@@ -90,22 +90,10 @@ def _tree_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
             pending += [(below, level + 1, "") for below in reversed(in_order(item.below))]
 
 
-def _flat_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
+def _flat_lines(rows: list[Row], options: ShowOptions) -> Iterator[OutputLine]:
     """Return a line an entry, with its whole key: what other programs search."""
-    found: list[tuple[Row | RowGroup, str]] = []
-    pending: list[tuple[Row | RowGroup, str]] = [(root, "")]
-    while pending:
-        item, name = pending.pop()
-        if isinstance(item, Row):
-            found.append((item, printable(item.key) or "<root>"))
-        elif item.below or item is root:
-            pending += [(below, f"{name}{getattr(below, 'label', '')}.") for below in reversed(item.below)]
-        else:
-            found.append((item, f"{name}*"))
-    if options.sort != "file":
-        found.sort(key=lambda pair: pair[1] if options.sort == "name" else -pair[0].own_bytes)
-    total = root.own_bytes
-    return (_line(item, name, total, options) for item, name in found)
+    total = sum(row.own_bytes for row in rows)
+    return (_line(row, printable(row.key) or "<root>", total, options) for row in sorting(options.sort)(rows))
 
 
 def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
