@@ -108,8 +108,6 @@ class Delta:
             TreeMismatch: If the other's base has another structure, or is known not to be what this one makes; or if
                 only one of them takes a leaf whole whose parts have other sizes than before (a sparse tensor, say).
         """
-        if not isinstance(cast("Any", other), Delta):
-            raise TypeError(f"then: expected a Delta, got {type(other).__qualname__}.")
         if not self.table.equal(other.table):
             got = "trees of other structures, dtypes, shapes or layouts"
             raise mismatch("then", next(iter(other.changed), ""), "deltas of one tree", got, IN_A_ROW)
@@ -161,7 +159,8 @@ class Delta:
 
     def found_in(self, state: StateParts) -> dict[str, int]:
         """Return the leaves of a tree by their names."""
-        self.check_table(state.verb)
+        if not has_elements(self.table) or self.table.dtype != torch.int64 or self.table.dim() != 1:
+            raise damaged(state.verb, "table", "expected an int64 for each leaf")
         leaf_of = {key: leaf for leaf, key in enumerate(state.keys)}
         found, expected = state.table().tolist(), self.table.tolist()
         known = set(expected)
@@ -172,11 +171,6 @@ class Delta:
         if unknown or found != expected:
             raise mismatch(state.verb, unknown, f"{len(expected)} leaves", f"{len(found)}")
         return leaf_of
-
-    def check_table(self, verb: str) -> None:
-        """Raise ``TreeMismatch`` unless the table can be one."""
-        if not has_elements(self.table) or self.table.dtype != torch.int64 or self.table.dim() != 1:
-            raise damaged(verb, "table", "expected an int64 for each leaf")
 
 
 @quietly

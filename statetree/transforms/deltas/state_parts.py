@@ -214,6 +214,12 @@ class StateParts:
         chosen = [self.leaves[leaf] for leaf in leaves]
         return unpack(self.verb, chosen, lambda: [self.paths()[leaf] for leaf in leaves], memory=False)
 
+    def _inside(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the plain tensors in leaves that have no parts of their own, each with its leaf."""
+        opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of]
+        found = self._unpacked(opaque)
+        return [(leaf, as_plain(found.parts[part])) for at, leaf in enumerate(opaque) for part in found.parts_of(at)]
+
     def is_value(self, leaf: int) -> bool:
         """Whether a leaf is neither a strided nor a distributed tensor: then it may be taken whole."""
         return self.texts[leaf].startswith("a value")
@@ -255,9 +261,7 @@ class StateParts:
             known = [] if change is None else [*change.head.tolist(), *change.sums.view(-1).tolist()]
             if part.leaf not in replaced:
                 rows.setdefault((part.place, *known), (name, part))
-        opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of and leaf not in replaced]
-        inside = self._unpacked(opaque)
-        objects = [("", _whole(opaque[owner], part)) for owner, part in zip(inside.owners, inside.parts, strict=True)]
+        objects = [("", _whole(leaf, part)) for leaf, part in self._inside() if leaf not in replaced]
         held = [row for row in [*rows.values(), *objects] if row[1].piece.numel() and not row[1].piece.is_meta]
         refused: dict[int, tuple[str, str]] = {}
         for name, part in held:
@@ -272,10 +276,7 @@ class StateParts:
     def copies(self, leaves: Sequence[int]) -> list[Any]:
         """Return copies of leaves that are taken whole. Objects that hold views on others are refused."""
         objects = {leaf for leaf in leaves if leaf not in self.parts_of}
-        opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of] if objects else []
-        inside = self._unpacked(opaque)
-        rows = [(part.leaf, part.piece) for part in self.tensors.values()] if objects else []
-        rows += [(leaf, as_plain(inside.parts[p])) for at, leaf in enumerate(opaque) for p in inside.parts_of(at)]
+        rows = [*[(part.leaf, part.piece) for part in self.tensors.values()], *self._inside()] if objects else []
         paths = self.paths() if objects else []
         found = [
             Difference(paths[leaf], "ties", f"a view on {paths[other]}", "a copy")
