@@ -406,7 +406,9 @@ def keep_attributes_and_ties():
     with pytest.raises(st.TreeMismatch, match=r"ties at w3: a copy cannot go into the tensor at w1"):
         FUSED({"w1": weights[0], "w3": weights[0]})
     partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
-    with pytest.raises(st.TreeMismatch, match="leaf type differs at w3: expected DTensor, as w1 has, got Tensor"):
+    with pytest.raises(
+        st.TreeMismatch, match="leaf type differs at w3: expected distributed tensor, as w1 has, got Tensor"
+    ):
         FUSED({"w1": weights[0], "w3": torch.ones(3, 2)})
     with pytest.raises(st.UnsupportedLeaf, match="the leaf at w1 is Partial"):
         FUSED({"w1": partial, "w3": partial.clone()})

@@ -126,34 +126,22 @@ class LeafMaker:
                 twin = places.setdefault(_place_of(self._leaves[leaf]), leaf)
                 if twin != leaf:
                     found.append(Difference(self.path(leaf), "ties", "a copy", f"the tensor at {self.path(twin)}"))
-            if own.keys() != expected.keys():
-                kinds = [type(self._leaves[index]).__qualname__ for index in (leaf, first)]
-                found.append(
-                    Difference(self.path(leaf), "leaf type", kinds[0], f"{kinds[1]}, as {self.path(first)} has")
-                )
-                continue
-            for name, wanted in expected.items():
-                if not safely_equal(own[name], wanted):
-                    found.append(Difference(self.path(leaf), name, own[name], f"{wanted}, as {self.path(first)} has"))
+            odd = next((name for name in expected if not safely_equal(own[name], expected[name])), None)
+            if odd is not None:
+                wanted = f"{expected[odd]}, as {self.path(first)} has"
+                found.append(Difference(self.path(leaf), odd, own[odd], wanted))
         return found
 
     def _kind(self, leaf: int) -> dict[str, Any]:
         value = self._leaves[leaf]
-        if _is_spread(value):
-            cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
-            return {
-                "dtype": value.dtype,
-                "leaf type": f"distributed {cls}",
-                "requires_grad": value.requires_grad,
-                "attributes": _users_attributes(value),
-            }
-        tensor = value.outline if is_stored(value) else value
+        spread, tensor = _is_spread(value), getattr(value, "outline", value)
+        kind = "stored" if is_stored(value) else type(tensor).__qualname__
         return {
+            "leaf type": f"distributed {'parameter' if _is_parameter(value) else 'tensor'}" if spread else kind,
             "dtype": value.dtype,
-            "device": value.device,
-            "leaf type": "stored" if is_stored(value) else type(tensor).__qualname__,
+            "device": None if spread else value.device,
             "requires_grad": tensor.requires_grad,
-            "attributes": attributes_of(tensor),
+            "attributes": _users_attributes(value) if spread else attributes_of(tensor),
         }
 
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
@@ -228,12 +216,11 @@ class LeafMaker:
             if not blocks or view_over(shape, blocks) == (dense, 0):  # every element is where it was
                 return leaf
         first = self._leaves[plan.sources[0]]
-        is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))
         return ConvertedLeaf(
             shape,
             [block.target for _, block in rows],
             [part for part, _ in rows],
-            is_parameter=is_parameter,
+            is_parameter=_is_parameter(first),
             requires_grad=first.requires_grad,
             attributes=_users_attributes(first),
         )
@@ -349,6 +336,10 @@ def _is_spread(value: Any) -> bool:
     """Whether ranks hold chunks of a tensor, or of those that it was converted from."""
     leaf_type = leaf_type_of(type(value))
     return leaf_type is not None and (leaf_type.is_distributed(value) or isinstance(value, ConvertedLeaf))
+
+
+def _is_parameter(value: Any) -> bool:
+    return bool(getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)))
 
 
 def _place_of(value: Any) -> Any:
