@@ -79,16 +79,18 @@ def lost(a: Any, b: Any) -> list[str]:
     new = [entry for path, entry in right.items() if path not in left]
     held = {_elements(entry.elements) for entry in new if entry.elements is not None}
     plain = [entry for entry in new if entry.elements is None]
-    return [
-        f"nothing has the value of {shown(path)}: {brief(entry.value)}"
-        for path, entry in left.items()
-        if path not in right and _is_value(entry) and not _is_in_a_tensor(entry, left, right)
-        if not (
-            any(_is_same(entry, other) for other in plain)
-            if entry.elements is None
-            else _elements(entry.elements) in held
-        )
-    ]
+    found = []
+    for path, entry in left.items():
+        if path in right or _is_in_a_tensor(entry, left, right):
+            continue
+        if entry.elements is not None:
+            is_lost = _elements(entry.elements) not in held
+        else:
+            has_value = any(aspect == VALUES for aspect, _ in entry.facts.values())
+            is_lost = has_value and not any(_is_same(entry, other) for other in plain)
+        if is_lost:
+            found.append(f"nothing has the value of {shown(path)}: {brief(entry.value)}")
+    return found
 
 
 def _elements(tensor: torch.Tensor) -> Hashable:
@@ -98,10 +100,6 @@ def _elements(tensor: torch.Tensor) -> Hashable:
     has_memory = is_there and region(tensor).end <= tensor.untyped_storage().nbytes()
     sums = piece_sums(tensor, whole_box(shape), shape, ALL).tolist() if has_memory else []
     return tensor.dtype, shape, has_memory, *sums
-
-
-def _is_value(entry: TreePlace) -> bool:
-    return entry.elements is not None or any(aspect == VALUES for aspect, _ in entry.facts.values())
 
 
 def _is_in_a_tensor(entry: TreePlace, left: Mapping[str, TreePlace], right: Mapping[str, TreePlace]) -> bool:

@@ -7,21 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 
 def _sharded(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a tensor sharded over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
 
 
 def _made_of(part: torch.Tensor, reduced: str = "") -> torch.Tensor:
     """Return the tensor of which every rank holds a part: rows of it, or what is reduced."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return DTensor.from_local(part, mesh, [Partial(reduced) if reduced else Shard(0)], run_check=False)
 
@@ -45,13 +42,8 @@ def shards_of_another_dim(gather: Any) -> None:
 
 def replicated_tensors(gather: Any) -> None:
     """What all ranks hold is gathered into memory of its own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-
-    own = torch.arange(1.0, 5.0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    held = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
-    result = gather({"w": held})
+    own, mesh = torch.arange(1.0, 5.0), init_device_mesh("cpu", (dist.get_world_size(),))
+    result = gather({"w": DTensor.from_local(own, mesh, [Replicate()], run_check=False)})
     assert result["w"].tolist() == [1.0, 2.0, 3.0, 4.0], result
     result["w"].fill_(7.0)
     assert own.tolist() == [1.0, 2.0, 3.0, 4.0], "the result is the state's own memory"
@@ -89,9 +81,6 @@ def partials_of_other_kinds(gather: Any) -> None:
 
 def meshes_of_two_dims(gather: Any) -> None:
     """Shards over a mesh of two dims come together."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     size, whole = dist.get_world_size(), torch.arange(6.0 * dist.get_world_size()).view(-1, 3)
     shapes = [(1, size), (size, 1), *([(2, size // 2)] if size > 2 and size % 2 == 0 else [])]
     meshes = {f"mesh {shape}": init_device_mesh("cpu", shape) for shape in shapes}
@@ -145,8 +134,6 @@ def order_of_keys(gather: Any) -> None:
 
 def collective_in_flight(gather: Any) -> None:
     """What a collective has not finished is waited for."""
-    from torch.distributed._functional_collectives import all_reduce
-
     world: Any = dist.group.WORLD
     reduced = all_reduce(torch.full((3,), 1.0), "sum", world)
     result = gather({"w": reduced})
