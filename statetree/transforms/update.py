@@ -12,10 +12,8 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import is_stored
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
-from statetree.leaves.ties import view_key
+from statetree.leaves.ties import sharing, view_key
 from statetree.spans.bits import same_bytes
-from statetree.spans.columns import Columns
-from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
@@ -23,7 +21,7 @@ from statetree.tree.selection import selected
 from statetree.tree.stand_ins import place_of, reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
@@ -72,8 +70,9 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     keys = [_key(leaves[index]) for index in chosen]
     entangled = _entangled(spec, leaves, chosen, keys)
     stored = [index for index in entangled if is_stored(leaves[index])]
-    paths = lambda: [spec.paths()[index] for index in stored]  # noqa: E731
-    for index, leaf in zip(stored, _copied([leaves[index] for index in stored], paths), strict=True):
+    given = [leaves[index] for index in stored]
+    copies = quietly(copied_leaves)("update", given, lambda: [spec.paths()[index] for index in stored])
+    for index, leaf in zip(stored, copies, strict=True):
         result[index] = leaves[index] = leaf  # read together, so that they share elements
     read = reader(leaves[index] for index in chosen)
     made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
@@ -104,7 +103,7 @@ def _key(leaf: Any) -> Any:
 def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Difference) -> None:
     """Call a function with a copy of a leaf, and raise ``TreeMismatch`` unless it returns that as it was."""
     paths = spec.paths
-    [given] = _copied([leaf], lambda: [paths()[index]])
+    [given] = quietly(copied_leaves)("update", [leaf], lambda: [paths()[index]])
     try:
         returned = fn(given)
     except Exception as error:
@@ -112,11 +111,6 @@ def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Diff
         raise
     if returned is not given or not _same(given, leaf):
         raise TreeMismatch.between("update", [found], "It was given a copy: nothing was written. Choose one (where).")
-
-
-@quietly
-def _copied(leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:
-    return copied_leaves("update", leaves, paths)
 
 
 @quietly
@@ -130,26 +124,19 @@ def _entangled(
     spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[int], keys: Sequence[Any]
 ) -> dict[int, Difference]:
     """Return the leaves that share elements with others, but not as the same view, each with one of these."""
-    tensors: list[torch.Tensor] = []
-    owners: list[int] = []
+    rows: list[tuple[int, torch.Tensor]] = []
     for place, index in enumerate(chosen):
         leaf = leaves[index].outline if is_stored(leaves[index]) else leaves[index]
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
-            parts = unpack("update", [leaf], lambda: [Path()]).parts
-            known = [part for part in parts if not part.is_meta and part.data_ptr()]
-            tensors += known
-            owners += [place] * len(known)
-    found: dict[int, Difference] = {}
+        if isinstance(leaf, torch.Tensor):
+            with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
+                parts = unpack("update", [leaf], lambda: [Path()]).parts
+                rows += [(place, part) for part in parts if not part.is_meta and part.data_ptr()]
     paths = spec.paths()
-    for one, other in shared_elements(Columns(tensors)):
-        first, second = sorted((owners[one], owners[other]))
-        if keys[first] != keys[second]:
-            for own, partner in ((chosen[first], chosen[second]), (chosen[second], chosen[first])):
-                shared = f"elements that it shares with {paths[partner]}"
-                wanted = "elements of its own, or the same view"
-                found.setdefault(own, Difference(paths[own], "memory", shared, wanted))
+    found: dict[int, Difference] = {}
+    for one, other in sharing(rows):
+        if keys[one] != keys[other]:
+            index, shared = chosen[one], f"elements that it shares with {paths[chosen[other]]}"
+            found.setdefault(index, Difference(paths[index], "memory", shared, "elements of its own, or the same view"))
     told = {key: found[index] for index, key in zip(chosen, keys, strict=True) if index in found}
     alike = {index: told[key] for index, key in zip(chosen, keys, strict=True) if key in told}  # the same views
     return {**alike, **found}

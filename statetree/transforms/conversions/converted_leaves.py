@@ -15,13 +15,13 @@ from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
+from statetree.leaves.ties import sharing
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled, note_copy
 from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import as_plain, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
-from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import copy_each, storage_key
 
 if TYPE_CHECKING:
@@ -271,12 +271,11 @@ class LeafMaker:
                 tensors[leaf] = as_plain(tensor)
         keys = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in tensors.items()}
         concerned = {key for leaf, key in keys.items() if leaf in self._copied}
-        chosen = [leaf for leaf, key in keys.items() if key in concerned]
         found = []
-        for pair in shared_elements(Columns([tensors[leaf] for leaf in chosen])):
-            a, b = (chosen[index] for index in pair)
+        for a, b in sharing([(leaf, tensors[leaf]) for leaf, key in keys.items() if key in concerned]):
             copies = self._copied.get(a, set()), self._copied.get(b, set())
-            if any(copies) and (copies[0] != copies[1] or _view_key(tensors[a]) != _view_key(tensors[b])):
+            is_tied = copies[0] == copies[1] and _view_key(tensors[a]) == _view_key(tensors[b])
+            if a < b and any(copies) and not is_tied:
                 found.append(Difference(self.path(a), "ties", "a copy", f"what shares memory with {self.path(b)}"))
         if found:
             remedy = "They would not be tied any more: leave one out (select), or copy it before."
