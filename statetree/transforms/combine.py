@@ -257,17 +257,17 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
             elif tensors[0].numel() and list(map(view_key, tensors)) != list(map(view_key, used[place])):
                 wrong.append((path, f"what is tied to {owners[place]}"))
     held = [as_plain(part) for part in unpack("combine", list(rest), list).parts]
-    real = [t for t in (*(tensors[0] for tensors in used), *held) if t.numel() and not t.is_meta]
-    row_of = {id(tensors[0]): number for number, tensors in enumerate(used)}
-    for pair in shared_elements(Columns(real)):
-        a, b = (row_of.get(id(real[index]), -1) for index in pair)
-        alike = min(a, b) >= 0 and used[a][0].dtype == used[b][0].dtype
+    firsts = [(number, tensors[0]) for number, tensors in enumerate(used)]
+    for a, b in sharing([*firsts, *[(-1, part) for part in held]]):
+        if a < b:
+            continue  # it comes the other way round, too
+        alike = b >= 0 and used[a][0].dtype == used[b][0].dtype
         alike = alike and all(
             lie_alike((used[a][0], x), (used[b][0], y), converted=True)
             for x, y in zip(used[a][1:], used[b][1:], strict=True)
         )
-        if not alike and max(a, b) >= 0:
-            wrong.append((owners[max(a, b)], "what shares its memory"))
+        if a >= 0 and not alike:
+            wrong.append((owners[a], "what shares its memory"))
     _keep_ties(wrong)
     fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)], owners)
     recipes = dict(first.recipes)

@@ -10,7 +10,6 @@ import torch
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
 from statetree.chunks.ranks import this_rank_alone
-from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
@@ -27,7 +26,6 @@ from statetree.torch_internals import copy_each, storage_key
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.chunks.ranks import Ranks
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
     from statetree.transforms.conversions.rule import Place, Rule
@@ -66,10 +64,6 @@ class LeafMaker:
         self._paths: list[Path] = []
         self._copies: dict[Any, torch.Tensor] = {}  # what was copied, by the views that it was copied from
         self._copied: dict[int, set[Any]] = {}  # for each leaf that was, which copies
-
-    @cached_property
-    def _alone(self) -> Ranks:
-        return this_rank_alone()
 
     def path(self, leaf: int) -> Path:
         """Return the path of a leaf."""
@@ -198,11 +192,11 @@ class LeafMaker:
 
     def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made of distributed ones: these themselves, if it was made of one before."""
-        rows = []
+        rows, alone = [], this_rank_alone()
         for index, block in plan.blocks:
             try:
                 leaf, leaf_type, region = _origin_of(materialized(self._leaves[index]), block.source, block.sizes)
-                rows.append((AxisPart(leaf, leaf_type, region, block.sizes, self._alone), block))
+                rows.append((AxisPart(leaf, leaf_type, region, block.sizes, alone), block))
             except UnsupportedLeaf as error:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
