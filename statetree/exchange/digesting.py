@@ -68,7 +68,7 @@ def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
     for number, index in enumerate(distributed):
         chunks = manifest.chunks[index]
         _check_disjoint(manifest, index, layouts[index])
-        held = _holders(layouts[index], run.group.rank)
+        held = holders_of(layouts[index], run.group.rank)
         for box, piece in zip(chunks.boxes, chunks.pieces, strict=True):
             holders = held.get(box)  # none of a box on another mesh than the first
             # They take turns, leaf after leaf.
@@ -132,7 +132,7 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
             for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
         ]
     holders: dict[int, dict[Box | None, list[int]]] = defaultdict(lambda: {None: list(range(size))})
-    holders.update((index, _holders(layouts[index], rank)) for index in manifest.chunks)
+    holders.update((index, holders_of(layouts[index], rank)) for index in manifest.chunks)
     weighted = [
         sum(number * _weight(holders[index][box], rank) for box, number in found[index]) for index in manifest.order
     ]
@@ -156,6 +156,6 @@ def _weight(holders: Sequence[int], rank: int) -> int:
     return len(holders) - 1 if holders[0] == rank else -1
 
 
-def _holders(layout: ChunkLayout, rank: int) -> dict[Box | None, list[int]]:
+def holders_of(layout: ChunkLayout, rank: int) -> dict[Box | None, list[int]]:
     """Return, for each box that a rank holds, the ranks that hold it."""
     return dict(zip(layout.boxes_of(rank), layout.sharing(rank), strict=True))

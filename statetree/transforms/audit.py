@@ -37,7 +37,10 @@ class Audit:
     def __str__(self) -> str:
         if not self.count:
             return "all replicas are the same"
-        lines = [f"{found.path or '<root>'}{_place(found)}: {_against(found)}" for found in self.differences]
+        lines = [
+            f"{found.path or '<root>'}{_place(found)}: {' against '.join(map(ranks_named, found.ranks))}"
+            for found in self.differences
+        ]
         return f"replicas differ in {self.count:,} {'leaf' if self.count == 1 else 'leaves'}:\n  {shown(lines)}"
 
     @property
@@ -48,10 +51,6 @@ class Audit:
 
 def _place(found: Copy) -> str:
     return "" if found.box is None else f" from {found.box.start} to {found.box.stop}"
-
-
-def _against(found: Copy) -> str:
-    return " against ".join(map(ranks_named, found.ranks))
 
 
 @collective

@@ -11,7 +11,7 @@ import torch
 
 from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import Difference, TreeMismatch
-from statetree.exchange.digesting import refuse_partial
+from statetree.exchange.digesting import holders_of, refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.copying import copied_leaves
@@ -165,11 +165,9 @@ class StateParts:
         refuse_partial(self.manifest)
         self.leaves, outline = self.manifest.leaves, self.manifest.outline
         self.keys = outline.spec.flat_keys()
-        if outline.counts:  # the parts of divided leaves are called like those of leaves that need not be
+        if counts := outline.counts:  # the parts of divided leaves are called like those of leaves that need not be
             named = set(self.keys)
-            counts = [outline.counts.get(leaf) for leaf in range(len(self.keys))]
-            rows = zip(self.keys, counts, strict=True)
-            keys = [[key] if count is None else _named(key, count, named) for key, count in rows]
+            keys = [_named(key, counts[at], named) if at in counts else [key] for at, key in enumerate(self.keys)]
             self.keys = [name for names in keys for name in names]
         parts: dict[int, list[HeldPart]] = {}
         local: list[int] = []
@@ -177,9 +175,8 @@ class StateParts:
         for index in self.manifest.order:
             leaf, chunks = self.leaves[index], self.manifest.chunks.get(index)
             if chunks is not None:
-                shape, layout, rank = tuple(chunks.shape), chunks.layout, ranks.rank
-                sharing = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True) if layout is not None else ()
-                holders = dict(sharing)
+                shape, rank = tuple(chunks.shape), ranks.rank
+                holders = {} if chunks.layout is None else holders_of(chunks.layout, rank)
                 parts[index] = [
                     HeldPart(index, shape, box, as_plain(piece), (own.index(rank), len(own)))
                     for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
