@@ -30,14 +30,12 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
     unknown = sorted({*given} - _KEYS | {key for rule in rules for key in rule.keys() - _RULE_KEYS})
     if unknown:
         raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got the key {', '.join(unknown)}")
-    sizes, ignore = given.get("sizes", {}), given.get("ignore", [])
-    if not isinstance(sizes, dict) or not isinstance(ignore, list):
-        raise _refused(path, "expected a table as sizes, and a list of globs as ignore")
     if not isinstance(given.get("strict", True), bool):
         raise _refused(path, f"expected true or false as strict, got {given['strict']!r}")
     try:
         rows = [(rule["left"], rule["right"], rule.get("pattern")) for rule in rules]
-        conversion = Conversion(rows, sizes=sizes, ignore=ignore, strict=given.get("strict", True))
+        options = {name: given[name] for name in ("sizes", "ignore", "strict") if name in given}
+        conversion = Conversion(rows, **options)
     except (TypeError, ValueError) as error:
         raise _refused(path, str(error).removeprefix("Conversion: ")) from None
     return conversion.inverse if inverse else conversion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -149,13 +150,11 @@ def _similarity(a: Any, b: Any, where: Where | None, tolerance: Tolerance | None
 def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list[Difference]:
     """Compare leaves that agree in everything but their elements; without a tolerance, not these."""
     values = tolerance is not None
-    paths: Sequence[Path] | None = None
+    paths = cache(pairing.spec.paths)
     found: list[Difference] = []
 
     def differ(index: int, kind: str, left: Any, right: Any) -> None:
-        nonlocal paths
-        paths = pairing.spec.paths() if paths is None else paths
-        found.append(Difference(paths[index], kind, left, right))
+        found.append(Difference(paths()[index], kind, left, right))
 
     left, right = (_Parts(columns.tensors, pairing.ordinary) for columns in pairing.columns)
     for index in pairing.atoms if values else ():
@@ -165,16 +164,15 @@ def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list
         left, right = _Parts(list(left.tensors), list(left.leaves)), _Parts(list(right.tensors), list(right.leaves))
         _unpack_both(pairing, pairing.others, left, right, differ, values=values)
     for index, other, on_left, on_right in _tie_conflicts(pairing, left, right):
-        differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
+        differ(index, "ties", on_left, f"{on_right} (with {paths()[other]})")
     if tolerance is not None:
-        paths = pairing.spec.paths() if paths is None else paths
         unequal: list[tuple[float, Difference]] = []
         for index, a, b in zip(left.leaves, left.tensors, right.tensors, strict=True):
             if a is not b and not same_bytes(a, b):
                 elements = tensor_difference(a, b, tolerance)
                 if elements is not None:
                     largest = math.inf if elements.max_abs is None else elements.max_abs
-                    unequal.append((-largest, _of_elements(paths[index], elements, a.numel())))
+                    unequal.append((-largest, _of_elements(paths()[index], elements, a.numel())))
         found += [difference for _, difference in sorted(unequal, key=itemgetter(0))]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,16 +60,15 @@ class LeafPlan(NamedTuple):
 class LeafMaker:
     """Makes leaves of those of a tree."""
 
-    def __init__(self, verb: str, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        self._verb, self._leaves, self._spec = verb, leaves, spec
-        self._paths: list[Path] = []
+    def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self._leaves = leaves
+        self._paths = cache(spec.paths)
         self._copies: dict[Any, torch.Tensor] = {}  # what was copied, by the views that it was copied from
         self._copied: dict[int, set[Any]] = {}  # for each leaf that was, which copies
 
     def path(self, leaf: int) -> Path:
         """Return the path of a leaf."""
-        self._paths = self._paths or self._spec.paths()
-        return self._paths[leaf]
+        return self._paths()[leaf]
 
     def shape(self, leaf: int) -> tuple[int, ...]:
         """Return the shape of a leaf."""
@@ -81,7 +81,7 @@ class LeafMaker:
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
             path = self.path(leaf)
             msg = (
-                f"{self._verb}: a pattern is for the leaf at {path or '<root>'}: expected a strided tensor, got a "
+                f"Conversion: a pattern is for the leaf at {path or '<root>'}: expected a strided tensor, got a "
                 f"{type(value).__qualname__}. Convert it before, or use a rule without a pattern."
             )
             raise UnsupportedLeaf(msg, path)
@@ -179,7 +179,7 @@ class LeafMaker:
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
         sources = {leaf: as_plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
-        check_memory(self._verb, Columns([*sources.values()]), lambda index: self.path([*sources][index]))
+        check_memory("Conversion", Columns([*sources.values()]), lambda index: self.path([*sources][index]))
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:
@@ -198,9 +198,7 @@ class LeafMaker:
                 leaf, leaf_type, region = _origin_of(materialized(self._leaves[index]), block.source, block.sizes)
                 rows.append((AxisPart(leaf, leaf_type, region, block.sizes, alone), block))
             except UnsupportedLeaf as error:
-                raise located_error(
-                    self._verb, "convert", error, self._spec.paths, list(self._leaves), index
-                ) from error
+                raise located_error("Conversion", "convert", error, self._paths, list(self._leaves), index) from error
         filled = [(part, block) for part, block in rows if 0 not in block.sizes]
         origin = (filled or rows)[0][0]
         leaf = origin.leaf
@@ -273,7 +271,7 @@ class LeafMaker:
                 found.append(Difference(self.path(a), "ties", "a copy", f"what shares memory with {self.path(b)}"))
         if found:
             remedy = "They would not be tied any more: leave one out (select), or copy it before."
-            raise TreeMismatch.between(self._verb, found, remedy)
+            raise TreeMismatch.between("Conversion", found, remedy)
 
 
 #: Parts of a tensor: where each lies in the tensor that it comes from, and in the other, and its sizes.

@@ -131,7 +131,7 @@ class Conversion:
         """
         leaves, spec = flatten_for("Conversion", tree)
         plans = self._planned(leaves, spec)
-        made = LeafMaker("Conversion", leaves, spec).make(plans)
+        made = LeafMaker(leaves, spec).make(plans)
         builder = TreeBuilder("Conversion", spec, made)
         is_flat = len(spec.nodes) == 1
         texts = spec.rendered_paths()
@@ -158,7 +158,7 @@ class Conversion:
         wrong: list[Difference] = []
         texts = spec.rendered_paths()
         plans = []
-        maker = LeafMaker("Conversion", leaves, spec)
+        maker = LeafMaker(leaves, spec)
         for instance in self._instances(texts, wrong):
             plans += self._leaf_plans(instance, maker, wrong)
         if plans and not spec.nodes:
