@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.boxes import whole_box
+from statetree.spans.layout import extent_bytes, holds_memory
 from statetree.spans.sums import ALL, piece_sums
 from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
 from statetree.transforms.similarity import short_repr, similarity
@@ -97,7 +98,7 @@ def _elements(tensor: torch.Tensor) -> Hashable:
     """Return what tensors of the same elements have in common."""
     shape = tuple(tensor.shape)
     is_there = not tensor.is_meta and not hasattr(tensor, "fake_mode")
-    has_memory = is_there and region(tensor).end <= tensor.untyped_storage().nbytes()
+    has_memory = is_there and holds_memory(tensor)
     sums = piece_sums(tensor, whole_box(shape), shape, ALL).tolist() if has_memory else []
     return tensor.dtype, shape, has_memory, *sums
 
@@ -153,9 +154,8 @@ def _other_elements(met: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> It
     """Say which tensors have other elements than the ones in the same places."""
     compared = {}
     for path, one, other in met:
-        freed = [each.numel() > 0 and region(each).end > each.untyped_storage().nbytes() for each in (one, other)]
         sides = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (one, other)]
-        if sides[0] != sides[1] or freed[0] != freed[1] or one.is_meta != other.is_meta:
+        if sides[0] != sides[1] or holds_memory(one) != holds_memory(other) or one.is_meta != other.is_meta:
             yield f"elements differ at {path}: {' against '.join(sides)}"
         elif not one.is_meta:
             compared[path] = one.cpu(), other.cpu()
@@ -166,9 +166,9 @@ def _other_elements(met: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> It
 
 def region(tensor: torch.Tensor) -> Region:
     """Return where a plain tensor lies in its storage."""
-    size, start = tensor.element_size(), int(tensor.storage_offset())
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
-    return Region(tensor.untyped_storage()._cdata, start * size, (start + last + 1) * size)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize)
+    return Region(tensor.untyped_storage()._cdata, start, end)
 
 
 def _changed_ties(met: Sequence[tuple[str, tuple[Region, Region]]], *, storages: bool, exactly: bool) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from statetree.leaves.ties import sharing
 from statetree.spans.bits import as_bits, as_plain, from_bits
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
-from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.spans.overlaps import overlaps_itself
 from statetree.spans.sums import FEW, piece_sums, sums_at
 from statetree.torch_internals import copy_all, copy_each, negated_view, plain_pair
 from statetree.transforms.deltas.change import (
@@ -259,15 +258,17 @@ class StateParts:
             if part.leaf not in replaced:
                 rows.setdefault((part.place, *known), (name, part))
         objects = [("", _whole(leaf, part)) for leaf, part in self._inside() if leaf not in replaced]
-        held = [row for row in [*rows.values(), *objects] if row[1].piece.numel() and not row[1].piece.is_meta]
-        refused: dict[int, tuple[str, str]] = {}
-        for name, part in held:
-            if name in changes and overlaps_itself(part.piece.shape, part.piece.stride()):
-                refused[part.leaf] = ("overlap", "memory in which it overlaps itself")
-        for pair in shared_elements(Columns([part.piece for _, part in held])):
-            for (name, part), (_, other) in permutations([held[row] for row in pair]):
-                if name in changes:
-                    refused.setdefault(part.leaf, ("ties", f"memory that it shares with {self.paths()[other.leaf]}"))
+        held = [*rows.values(), *objects]
+        refused = {
+            part.leaf: ("overlap", "memory in which it overlaps itself")
+            for name, part in held
+            if name in changes and overlaps_itself(part.piece.shape, part.piece.stride())
+        }
+        for one, other in sharing([(at, part.piece) for at, (_, part) in enumerate(held)]):
+            name, part = held[one]
+            if name in changes:
+                partner = self.paths()[held[other][1].leaf]
+                refused.setdefault(part.leaf, ("ties", f"memory that it shares with {partner}"))
         return sorted((leaf, kind, memory) for leaf, (kind, memory) in refused.items())
 
     def copies(self, leaves: Sequence[int]) -> list[Any]:
@@ -282,7 +283,8 @@ class StateParts:
         ]
         if found:
             raise TreeMismatch.between(self.verb, found, "Leave it out (select), or pass what its state_dict() has.")
-        return copied_leaves(self.verb, [self.leaves[leaf] for leaf in leaves], self.paths)
+        where = lambda: [self.paths()[leaf] for leaf in leaves]  # noqa: E731 - paths are rendered for errors alone
+        return copied_leaves(self.verb, [self.leaves[leaf] for leaf in leaves], where)
 
 
 def _named(key: str, count: int, taken: set[str]) -> list[str]:
