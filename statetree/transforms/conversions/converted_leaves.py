@@ -76,9 +76,7 @@ class LeafMaker:
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
         value = value if is_stored(value) else materialized(value)
-        leaf_type = leaf_type_of(type(value))
-        is_bare = leaf_type is not None and leaf_type.native
-        if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        if not _is_strided(value):
             path = self.path(leaf)
             msg = (
                 f"Conversion: a pattern is for the leaf at {path or '<root>'}: expected a strided tensor, got a "
@@ -259,7 +257,7 @@ class LeafMaker:
         tensors: dict[int, torch.Tensor] = {}
         for leaf in {leaf for plan in plans for leaf in plan.sources}:
             tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
-            if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+            if _is_strided(tensor) and not tensor.is_meta and tensor.numel():
                 tensors[leaf] = as_plain(tensor)
         keys = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in tensors.items()}
         concerned = {key for leaf, key in keys.items() if leaf in self._copied}
@@ -351,7 +349,7 @@ def _view_key(tensor: torch.Tensor) -> Any:
     return (*place, tensor.shape, steps, tensor.is_conj(), tensor.is_neg())
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    leaf_type = leaf_type_of(type(tensor))
-    is_strided = leaf_type is not None and leaf_type.native and tensor.layout is torch.strided and not tensor.is_nested
-    return is_strided and not tensor.is_meta and tensor.numel() > 0
+def _is_strided(value: Any) -> bool:
+    leaf_type = leaf_type_of(type(value))
+    is_bare = leaf_type is not None and leaf_type.native
+    return is_bare and value.layout is torch.strided and not value.is_nested and not value.is_quantized
