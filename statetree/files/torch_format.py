@@ -17,6 +17,7 @@ from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, pass_on_from_signal, warn
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
+from statetree.files.filling import check_elements
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
 from statetree.files.ranges import FileRange, OpenFiles
@@ -164,10 +165,7 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
     file.files.check(file.path)
     if composite is None:
         return
-    parts: Sequence[torch.Tensor] = ()
-    with suppress(UnsupportedLeaf):  # of a dtype that no verb takes apart: each says which leaf has it
-        parts = unpack("read", [composite], list).parts
-    for part in parts:
+    for part in _parts_of(composite):
         place = places.get(storage_key(part.untyped_storage()))
         if place is not None:
             place.verify()
@@ -175,6 +173,13 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
         check_sparse_indices(composite)
     except RuntimeError as error:
         refuse(file.label, f"the indices of a sparse tensor are wrong: {str(error).splitlines()[0]}")
+
+
+def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the plain tensors that a tensor is made of; none of a dtype that no verb takes apart."""
+    with suppress(UnsupportedLeaf):
+        return unpack("save", [tensor], list).parts
+    return ()
 
 
 class TorchFormat(CheckpointFormat):
@@ -227,6 +232,11 @@ class TorchFormat(CheckpointFormat):
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a file, of each storage what lies between the first and the last element that the tree has."""
         tree = whole_tensors(tree)
+        leaves, spec = flatten(tree)
+        for path, leaf in zip(spec.paths(), leaves, strict=True):  # torch writes a file that nobody can read
+            for part in _parts_of(leaf) if isinstance(leaf, torch.Tensor) else ():
+                if not part.is_meta:
+                    check_elements("save", part, path)
         try:
             save_as(offload(tree) if _is_loose(tree) else tree, folder / name)
         except (CheckpointError, OSError):

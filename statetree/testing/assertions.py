@@ -9,6 +9,7 @@ import torch
 
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.types.opaque import Rest
+from statetree.spans.layout import holds_memory
 from statetree.testing.contents import OBJECT, TreePlace, entries, gradient, shown
 from statetree.testing.differences import brief, differences, raise_for
 from statetree.tree.atoms import same_value
@@ -116,7 +117,11 @@ class Watch:
             for name in [name for name in was if not same_value(was[name], its.get(name))]:
                 values = f": {brief(was[name])} against {brief(its.get(name))}" if name == "value" else ""
                 found.append(f"{shown(path)} changed{values}" if values else f"the {name} of {shown(path)} changed")
-        changed = [path for path, whole, was in self._bytes.values() if not torch.equal(whole, was)]
+        changed = [
+            path
+            for path, whole, was in self._bytes.values()
+            if not (holds_memory(whole) and torch.equal(whole, was))  # what was freed cannot be read
+        ]
         return found + [f"bytes below {path} changed" for path in changed]
 
 

@@ -10,6 +10,7 @@ from collections import deque
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
 from statetree.files.torch_format import save_as
@@ -72,3 +73,16 @@ def test_a_container_that_torch_does_not_load_is_named_with_its_path(tmp_path):
     state = {"a": [{"w": torch.ones(2), "queue": deque([torch.ones(2)])}]}
     with pytest.raises(st.CheckpointError, match=r"save: the deque at a\.0\.queue holds what .* collections\.deque"):
         st.save(state, tmp_path / "a.pt")
+
+
+def freed():
+    tensor = torch.arange(100.0)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [freed, lambda: torch.nn.Parameter(freed()), lambda: TwoTensor(freed(), freed())])
+def test_a_tensor_without_its_storage_is_refused_with_its_path(make, tmp_path):
+    with pytest.raises(st.UnsupportedLeaf, match=r"save: .* at a\.w: .* freed or resized to 0 bytes"):
+        st.save({"a": {"w": make(), "x": torch.ones(2)}}, tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()

@@ -151,3 +151,9 @@ def test_bytes_of_a_storage_are_remembered_once_however_many_tensors_lie_on_it(m
     assert cloned == [flat.nbytes]
     with pytest.raises(AssertionError, match="bytes below 0 changed"):
         assert_pure(lambda _: flat.numpy().fill(7), tree)
+
+
+def test_a_storage_that_was_freed_is_a_change_and_is_not_read():
+    tree = {"w": torch.arange(100_000.0)}
+    with pytest.raises(AssertionError, match=r"bytes below w changed"):
+        assert_pure(lambda tree: tree["w"].untyped_storage().resize_(0), tree)
