@@ -143,10 +143,7 @@ def chain(*steps: Step) -> Chain:
         if not callable(cast("Any", step)):
             msg = f"chain: step {position} cannot be called: expected a transform or a partial of one, got {step!r}."
             raise TypeError(msg)
-    flat: list[Step] = []
-    for step in steps:
-        flat.extend(step.steps if isinstance(step, Chain) else (step,))
-    return Chain(tuple(flat))
+    return Chain(tuple([one for step in steps for one in (step.steps if isinstance(step, Chain) else (step,))]))
 
 
 def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
@@ -243,31 +240,59 @@ def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
 
 
 def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Sequence[L]) -> Iterator[tuple[L, Any]]:
-    """Yield ``(label, result)`` of every leaf, in the order of the paths."""
+    """Yield ``(label, result)`` of every leaf, in the order of the paths.
+
+    If steps are collectives, the ranks agree on the buckets, and hear of it if one of them fails or stops early.
+    """
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    together = _Together(_group_of("stream", steps))
-    buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
+    group = _group_of("stream", steps)
+    if group is None:
+        buckets = _buckets(leaves, spec, order)
+    else:
+        with Call("stream", group) as call:
+            buckets = _buckets(leaves, spec, order)
+            pairs = [(index, number) for number, bucket in enumerate(buckets) for index in bucket]
+            entries = sorted([Entry(keys[index], f"in bucket {number}") for index, number in pairs])
+            call.agree(Fingerprint("stream", entries))  # sorted, as ties decide on the order within a bucket
     done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
     waiting = buckets[::-1]
     for index in order:
         while index not in done:
             bucket = waiting.pop()
             given = {keys[member]: leaves[member] for member in sorted(bucket)}
-            result = together.apply(steps, given, {keys[member]: paths[member] for member in bucket})
+            result = _apply(steps, given, {keys[member]: paths[member] for member in bucket}, group)
             done.update((member, result[keys[member]]) for member in bucket)
             del given, result  # or the bucket would outlive the consumer's interest in it
         try:
             yield labels[index], done.pop(index)
         except GeneratorExit:
-            together.leave(at_end=not waiting)
+            # At the end of the process, or of the group, whoever waits here waits for a process that ends.
+            if group is not None and group.is_alive and not sys.is_finalizing():
+                with suppress(StateTreeError):
+                    if waiting:
+                        _tell(group, StateTreeError("stream: this rank stopped before the end."))
+                    else:
+                        _finish(group)
             raise
-    together.finish()
+    _finish(group)
 
 
+def _finish(group: Group | None) -> None:
+    if group is not None:
+        with Call("stream", group) as call:
+            call.ready()
+
+
+@quietly
 def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[list[int]]:
     """Cut the leaves into buckets, in the order of the paths; tied ones lie in one bucket."""
-    size, companions = _sizes_and_ties(leaves, spec)
+    unpacked = unpack("stream", leaves, spec.paths)
+    nbytes, companions = unpacked.columns.nbytes, tied_leaves(unpacked)
+    size = [
+        global_bytes(leaf) if is_distributed(leaf) else sum(nbytes[part] for part in unpacked.parts_of(index))
+        for index, leaf in enumerate(leaves)
+    ]
     buckets: list[list[int]] = []
     room = 0
     taken: set[int] = set()
@@ -285,65 +310,23 @@ def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[li
     return buckets
 
 
-class _Together:
-    """Steps of which some may be collectives: the ranks agree on the buckets, and hear of it if one of them fails."""
-
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
-
-    def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
-        if self._group is None:
-            return cut()
-        with Call("stream", self._group) as call:
-            found = cut()
-            pairs = ((index, number) for number, bucket in enumerate(found) for index in bucket)
-            entries = sorted(Entry(keys[index], f"in bucket {number}") for index, number in pairs)
-            call.agree(Fingerprint("stream", entries))  # sorted, as ties decide on the order within a bucket
-        return found
-
-    def apply(self, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
-        result: Any = bucket
-        for step in steps:
-            try:
-                result = _applied(step, result)
-            except BaseException as error:
-                if not is_collective(step):  # which tells it by itself
-                    _tell(self._group, error)
-                if isinstance(error, StateTreeError):
-                    place_in_tree(error, paths)
-                raise
-        if isinstance(result, dict) and result.keys() == paths.keys():
-            return result
-        got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
-        mismatch = TreeMismatch(
-            f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
-            f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
-        )
-        _tell(self._group, mismatch)
-        raise mismatch
-
-    def leave(self, *, at_end: bool) -> None:
-        if sys.is_finalizing() or (self._group is not None and not self._group.is_alive):
-            return  # whoever waits here waits for a process that ends
-        with suppress(StateTreeError):
-            if at_end:
-                self.finish()
-            else:
-                _tell(self._group, StateTreeError("stream: this rank stopped before the end."))
-
-    def finish(self) -> None:
-        if self._group is not None:
-            with Call("stream", self._group) as call:
-                call.ready()
-
-
-@quietly
-def _sizes_and_ties(leaves: list[Any], spec: TreeSpec) -> tuple[list[int], list[Sequence[int]]]:
-    """Return the bytes of every leaf, and for every leaf those that it is tied to, itself included."""
-    unpacked = unpack("stream", leaves, spec.paths)
-    nbytes = unpacked.columns.nbytes
-    sizes = [
-        global_bytes(leaf) if is_distributed(leaf) else sum(nbytes[part] for part in unpacked.parts_of(index))
-        for index, leaf in enumerate(leaves)
-    ]
-    return sizes, tied_leaves(unpacked)
+def _apply(steps: Sequence[Step], bucket: Any, paths: dict[str, Path], group: Group | None) -> dict[str, Any]:
+    result = bucket
+    for step in steps:
+        try:
+            result = _applied(step, result)
+        except BaseException as error:
+            if not is_collective(step):  # which tells it by itself
+                _tell(group, error)
+            if isinstance(error, StateTreeError):
+                place_in_tree(error, paths)
+            raise
+    if isinstance(result, dict) and result.keys() == paths.keys():
+        return result
+    got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
+    mismatch = TreeMismatch(
+        f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
+        f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
+    )
+    _tell(group, mismatch)
+    raise mismatch

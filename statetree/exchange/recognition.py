@@ -95,13 +95,21 @@ class Keeping(Preparation):
 
 
 class KeptCall:
-    """A call that was recorded, with what it was given.
+    """A call that was made and recorded, with what it was given.
 
     Attributes:
-        is_repeatable: Whether the call, once it was made, can be made again.
+        is_repeatable: Whether it can be made again.
     """
 
-    def __init__(self, verb: Callable[..., Any], sighting: Sighting, *, compares_values: bool) -> None:
+    def __init__(
+        self,
+        verb: Callable[..., Any],
+        sighting: Sighting,
+        given: Mapping[str, Any],
+        names: Sequence[str],
+        *,
+        compares_values: bool,
+    ) -> None:
         self._verb = verb
         self._specs, self._facts = sighting.specs, sighting.facts()
         self._values = sighting.values if compares_values else None
@@ -109,10 +117,33 @@ class KeptCall:
         strides = [tensor.stride() for tensor in sighting.tensors]
         self._guard = geometry_guard(sighting.tensors, shapes, strides)
         self._process_group = ref(sighting.group.identity)
+        leaves, parts = sighting.aliases()
+        left = iter(leaves)
+        trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
+        versions = list(map(version_of, parts))
+        with preparing(Keeping(sighting)) as self._keeping:
+            tree = verb(**{**given, **dict(zip(names, trees, strict=True))})
+        self._written = [place for place, version in enumerate(map(version_of, parts)) if version != versions[place]]
+        self._note_written(sighting)
+        self.is_repeatable = self._keeping.is_repeatable and self._keeping.number > 0 and self._guard is not None
+        self._result, self._spec = flatten(tree)
+        # Of each leaf of the result: which leaf of those that the call was given it is, or -1.
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        self._given = [
+            places.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 if compares_values else place
+            for place, leaf in enumerate(self._result)
+        ]
+        rows = list(enumerate(zip(self._result, self._given, strict=True)))
+        self._fresh = [place for place, (leaf, given) in rows if given < 0 and isinstance(leaf, torch.Tensor)]
+        fresh = [self._result[place] for place in self._fresh]
+        lie = list(map(storage_key, storages_of([getattr(leaf, "_local_tensor", leaf) for leaf in fresh])))
+        assert set(lie).isdisjoint(map(storage_key, storages_of(parts)))
+        self._are_simple = len(set(lie)) == len(fresh) and all(map(_is_simple, fresh))
+        self._let_go()
 
     def is_of(self, sighting: Sighting) -> bool:
-        """Whether a call is given the same, as far as its key does not tell."""
-        return (
+        """Whether a call is given the same, as far as its key does not tell, and may move it."""
+        if not (
             self._process_group() is sighting.group.identity
             and self._facts == sighting.facts()
             and self._guard is not None
@@ -120,63 +151,22 @@ class KeptCall:
             and self._specs == sighting.specs
             and (self._values is None or all(map(same_value, self._values, sighting.values)))
             and not carry_tangents(sighting.parts)
-            and self._may_move()
-        )
-
-    def _may_move(self) -> bool:
-        """Whether what depends on elements still holds. Otherwise whoever makes the call anew says why it does not."""
+        ):
+            return False
         try:
             self._keeping.recorder.check()
-        except StateTreeError:
+        except StateTreeError:  # whoever makes the call anew says why
             return False
         return True
-
-    def record(self, sighting: Sighting, given: Mapping[str, Any], names: Sequence[str]) -> Any:
-        """Make the call, and return its result."""
-        leaves, parts = sighting.aliases()
-        left = iter(leaves)
-        trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
-        versions = list(map(version_of, parts))
-        with preparing(Keeping(sighting)) as keeping:
-            tree = self._verb(**{**given, **dict(zip(names, trees, strict=True))})
-        self._keeping = keeping
-        self._written = [place for place, version in enumerate(map(version_of, parts)) if version != versions[place]]
-        self._note_written(sighting)
-        self.is_repeatable = keeping.is_repeatable and keeping.number > 0 and self._guard is not None
-        self._result, self._spec = flatten(tree)
-        places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        self._find_given(places, set(map(storage_key, storages_of(parts))))
-        self._let_go()
-        return self.result(sighting.leaves)
-
-    def _find_given(self, places: Mapping[int, int], aliased: set[int]) -> None:
-        """Find which leaves of the result are those that the call was given, and which are fresh tensors.
-
-        ``places`` has the aliases of tensors that it was given, by their ids; ``aliased`` the keys of their storages.
-        """
-        self._given: list[int] = []
-        for place, leaf in enumerate(self._result):
-            passed = place if self._values is None else -1
-            self._given.append(places.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else passed)
-        self._fresh = [
-            place
-            for place, given in enumerate(self._given)
-            if given < 0 and isinstance(self._result[place], torch.Tensor)
-        ]
-        fresh = [self._result[place] for place in self._fresh]
-        lie = storages_of([getattr(leaf, "_local_tensor", leaf) for leaf in fresh])
-        assert aliased.isdisjoint(map(storage_key, lie))
-        apart = len(set(map(storage_key, lie))) == len(fresh)
-        self._are_simple = apart and all(map(_is_simple, fresh))
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """Return the result that a call has that is given some leaves: what is fresh in it is so each time."""
         found = [leaves[given] if given >= 0 else leaf for leaf, given in zip(self._result, self._given, strict=True)]
         fresh = [self._result[place] for place in self._fresh]
-        if self.is_repeatable:  # or nobody else gets them
-            fresh = (
-                clone_all(fresh) if self._are_simple else replicated(self._verb.__name__, fresh, Memory(), copy=True)
-            )
+        if self.is_repeatable and self._are_simple:
+            fresh = clone_all(fresh)
+        elif self.is_repeatable:  # otherwise nobody else gets them
+            fresh = replicated(self._verb.__name__, fresh, Memory(), copy=True)
         for place, tensor in zip(self._fresh, fresh, strict=True):
             found[place] = tensor
         return self._spec.unflatten(found)
@@ -286,13 +276,12 @@ def _made(
     kept = _KEPT.pop(sighting.key, None)  # nobody else has it while it is made
     name = hash(sighting.key)
     seen = _SEEN.pop(name, 0)
-    if kept is not None:
-        if kept.is_of(sighting) and kept.repeat(sighting):
-            _KEPT[sighting.key] = kept
-            _SEEN[name] = 1
-            return kept.result(sighting.leaves)
-        kept = None  # before memory is taken again
-        seen += 1
+    if kept is not None and kept.is_of(sighting) and kept.repeat(sighting):
+        _KEPT[sighting.key] = kept
+        _SEEN[name] = 1
+        return kept.result(sighting.leaves)
+    seen += kept is not None
+    kept = None  # before memory is taken again
     records = _SEEN_BEFORE <= seen <= _MOST_VAIN
     if records and not sighting.is_ordinary:
         records, seen = False, _MOST_VAIN + 1
@@ -301,8 +290,8 @@ def _made(
         _SEEN.popitem(last=False)
     if not records:
         return verb(**given)
-    fresh = KeptCall(verb, sighting, compares_values=compares_values)
-    result = fresh.record(sighting, given, names)
+    fresh = KeptCall(verb, sighting, given, names, compares_values=compares_values)
+    result = fresh.result(sighting.leaves)
     if fresh.is_repeatable:
         for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
             _KEPT.pop(other, None)
