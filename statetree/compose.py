@@ -52,7 +52,7 @@ def _group_of(verb: str, steps: Iterable[Step]) -> Group | None:
     for step in filter(is_collective, steps):
         options = getattr(step, "keywords", {})
         group = group_of(verb, options.get("group"), options.get("timeout"))
-        groups.setdefault(group.identity, group)
+        groups.setdefault(group.process_group, group)
     if len(groups) > 1:
         raise ValueError(
             f"{verb}: the steps communicate in different process groups: expected one, got {len(groups)}. Make a chain "

@@ -79,18 +79,6 @@ class Fingerprint:
         return [0, proposed, _NOTHING, int(absent), self.nbytes, self.device, int(self.reads), *stated, *inverse]
 
 
-class Consensus(NamedTuple):
-    """What came of it."""
-
-    key: tuple[bytes, bytes, bytes]  # digests of the options, the entries and the details
-    details_agree: bool  # whether the details are the same everywhere
-    nbytes: int  # the most that a rank announced
-    absent: bool  # whether some rank holds nothing, and leaves it to others
-    device: str  # the type of device that all ranks communicate from
-    reads: bool  # whether some rank looks at elements before it can tell whether it is ready
-    number: int  # the number of this call, by which ranks that keep it know it again: random, the same on every rank
-
-
 def text_digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
     # With the lengths: a text may hold what separates them, and what was planned for others would be taken for theirs.
@@ -105,6 +93,22 @@ def _bytes(text: str) -> bytes:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
+
+
+#: How many numbers a message has.
+_WORDS: Final = len(Fingerprint("").message())
+
+
+class Consensus(NamedTuple):
+    """What came of it."""
+
+    key: tuple[bytes, bytes, bytes]  # digests of the options, the entries and the details
+    details_agree: bool  # whether the details are the same everywhere
+    nbytes: int  # the most that a rank announced
+    absent: bool  # whether some rank holds nothing, and leaves it to others
+    device: str  # the type of device that all ranks communicate from
+    reads: bool  # whether some rank looks at elements before it can tell whether it is ready
+    number: int  # the number of this call, by which ranks that keep it know it again: random, the same on every rank
 
 
 def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
@@ -123,7 +127,11 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
     stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
     options, entries, details = (slice(first, first + 2) for first in range(0, len(stated), 2))
     if stated[options] != inverse[options]:
-        raise _other_options(verb, group, fingerprint.options)
+        told = group.told_once(_bytes(fingerprint.options), most=_MOST_TOLD)
+        raise RankMismatch(
+            f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
+            "Nothing was moved."
+        )
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
@@ -141,20 +149,15 @@ def all_repeat(verb: str, group: Group, number: int) -> bool:
     Raises:
         RankMismatch: If another rank failed. On every rank.
     """
-    failed, first, second, *_ = group.all_reduce_max([0, number, ~number, *[_NOTHING] * (_words() - 3)])
+    failed, first, second, *_ = group.all_reduce_max([0, number, ~number, *[_NOTHING] * (_WORDS - 3)])
     if failed:
         raise _failed(verb, group, None)
     return first == ~second  # the greatest number is the least one, and no new one
 
 
-def _words() -> int:
-    """Return how many numbers a message has."""
-    return len(Fingerprint("").message())
-
-
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    group.all_reduce_max([1, *[_NOTHING] * (_words() - 1)])
+    group.all_reduce_max([1, *[_NOTHING] * (_WORDS - 1)])
     _failed("", group, error)
 
 
@@ -177,17 +180,9 @@ def _shortened(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {text}"
 
 
-def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
-    told = [(_text(text), ranks) for text, ranks in group.told_once(_bytes(options), most=_MOST_TOLD)]
-    return RankMismatch(
-        f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
-        "Nothing was moved."
-    )
-
-
-def _by_text(told: Sequence[tuple[str, Sequence[int]]]) -> str:
+def _by_text(told: Sequence[tuple[bytes, Sequence[int]]]) -> str:
     """Say which ranks hold which text."""
-    return "; ".join(f"{text} on {ranks_named(ranks)}" for text, ranks in told)
+    return "; ".join(f"{_text(text)} on {ranks_named(ranks)}" for text, ranks in told)
 
 
 def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str) -> RankMismatch:
@@ -209,9 +204,8 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
         first, found = path, group.told_once(text, most=_MOST_TOLD)
         if len(found) > 1:
             break
-    texts = [(_text(text), ranks) for text, ranks in found]
     return RankMismatch(
-        f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "
+        f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(found)}. "
         f"Nothing was moved. {remedy}"
     )
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline
     from statetree.tree.spec import TreeSpec
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 #: The dtype and the global shape of a leaf.
 Elements = tuple[torch.dtype, tuple[int, ...]]
@@ -218,38 +215,24 @@ class SourceTree(NamedTuple):
     exchanged: Mapping[int, Elements]
 
 
-class Message(NamedTuple):
-    """A description as bytes, and the spans that hold the elements of what it describes; nothing on other ranks."""
+def described(make: Callable[[], SourceTree]) -> tuple[bytes, Sequence[torch.Tensor], Manifest | None]:
+    """Return a tree's description as bytes, the spans that hold the elements of what it describes, and the tree.
 
-    text: bytes = b""
-    spans: Sequence[torch.Tensor] = ()
-
-
-def caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | StateTreeError:
-    """Return what a function does, or what it finds wrong: that is sent instead, so that all ranks raise it."""
+    If something is wrong with the tree, that is described instead, so that all ranks raise it.
+    """
     try:
-        return function(*args, **kwargs)
+        manifest, exchanged = make()
+        spec, leaves = manifest.spec, manifest.leaves
+        indices = [index for index in range(len(leaves)) if index not in exchanged]
+        paths = partial(_paths, spec, indices)
+        chosen = [leaves[index] for index in indices]
+        metadata, spans = metadata_of(manifest.verb, chosen, paths)
+        by_users = any(node[0].compares_aux for node in spec.nodes)  # whose functions may look at elements
+        depends = by_users or metadata.depends_on_elements()
+        description = Description(spec, manifest.outline, indices, metadata, exchanged, depends)
+        return pickled(manifest.verb, description, chosen, paths), spans, manifest
     except StateTreeError as error:
-        return error
-
-
-def described(sent: SourceTree | StateTreeError) -> Message:
-    """Describe a tree, or what is wrong with it."""
-    found = caught(_described, sent) if isinstance(sent, SourceTree) else sent
-    return found if isinstance(found, Message) else Message(pickle.dumps(found))
-
-
-def _described(sent: SourceTree) -> Message:
-    manifest, exchanged = sent
-    spec, leaves = manifest.spec, manifest.leaves
-    indices = [index for index in range(len(leaves)) if index not in exchanged]
-    paths = partial(_paths, spec, indices)
-    chosen = [leaves[index] for index in indices]
-    metadata, spans = metadata_of(manifest.verb, chosen, paths)
-    by_users = any(node[0].compares_aux for node in spec.nodes)  # whose functions may look at elements
-    depends = by_users or metadata.depends_on_elements()
-    description = Description(spec, manifest.outline, indices, metadata, exchanged, depends)
-    return Message(pickled(manifest.verb, description, chosen, paths), spans)
+        return pickle.dumps(error), (), None
 
 
 def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
@@ -260,7 +243,7 @@ def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
 def read_description(verb: str, text: bytes) -> Description:
     """Return the description that was received, or raise what the source found wrong with its tree."""
     try:
-        found = pickle.loads(text)
+        found: Description | StateTreeError = pickle.loads(text)
     except Exception as error:
         raise RankMismatch(
             f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
@@ -268,7 +251,6 @@ def read_description(verb: str, text: bytes) -> Description:
         ) from error
     if isinstance(found, StateTreeError):
         raise found
-    assert isinstance(found, Description)
     return found
 
 

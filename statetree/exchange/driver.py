@@ -11,15 +11,7 @@ from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import (
-    Message,
-    Received,
-    SourceTree,
-    described,
-    manifest_of,
-    read_description,
-    span_transfers,
-)
+from statetree.exchange.description import Received, described, manifest_of, read_description, span_transfers
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
@@ -32,19 +24,17 @@ from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import PlannedTransfers, TransferOptions, plan_transfers, sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.layouts import ChunkLayout
-    from statetree.errors import StateTreeError
     from statetree.exchange.consensus import Consensus
+    from statetree.exchange.description import SourceTree
     from statetree.exchange.destination import Destination, Device, Rule
     from statetree.exchange.group import Timeout
     from statetree.exchange.plan import Transfer
-    from statetree.tree.spec import TreeSpec
-
 
 _USUAL: Final = LikeOptions()
 
@@ -244,9 +234,9 @@ class Exchange(Call):
 
     def _agree_on_values(self, source: Manifest, target: Destination) -> None:
         """Agree that what has arrived may be written on every rank."""
-        self.expect()
-        target.check_values(source)
-        self.ready()
+        with Call(self.verb, self.group) as call:
+            target.check_values(source)
+            call.ready()
 
     def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
@@ -264,35 +254,27 @@ class Exchange(Call):
         self.executor.with_each(target.written_again)
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
-            if self._preparation is not None:
-                self._preparation.refuse_copies(source.spec, source.leaves, target.returned())
-                self._preparation.hold(source.spec, source.leaves, target.read())
-            self._hold_divided(source)
-        for manifest in target.manifests:
-            self._hold_divided(manifest)
-        self.hold(target.source.spec, target.leaves, target.touched())
+        preparation = self._preparation
+        if preparation is not None:
+            if source is not None:
+                preparation.refuse_copies(source.spec, source.leaves, target.returned())
+                preparation.hold(source.spec, source.leaves, target.read())
+            for manifest in [source, *target.manifests]:
+                if manifest is not None and manifest.recipes:  # of divided leaves, what ranks hold alike is compared
+                    preparation.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)
+                    if not manifest.written:
+                        preparation.told.append(manifest.assumed)
+            preparation.hold(target.source.spec, target.leaves, target.touched())
         return target.finish()
-
-    def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
-        """If the call is prepared: hold the memory of leaves, and have it looked at before elements move again."""
-        if self._preparation is not None:
-            self._preparation.hold(spec, leaves, indices, opaque=opaque)
 
     def _is_told_more(self) -> None:
         """Note that the call depends on more than what the ranks agreed on before they planned."""
         if self._preparation is not None:
             self._preparation.is_repeatable = False
 
-    def _hold_divided(self, manifest: Manifest) -> None:
-        """If the call is prepared: hold leaves that are divided, and compare what ranks hold alike of them."""
-        if self._preparation is not None and manifest.recipes:
-            self.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)
-            if not manifest.written:
-                self._preparation.told.append(manifest.assumed)
-
     def receive(
         self,
-        sent: SourceTree | StateTreeError | None,
+        make: Callable[[], SourceTree] | None,
         like: Manifest | None,
         selection: Sequence[Entry] = (),
         *,
@@ -303,17 +285,17 @@ class Exchange(Call):
         Its elements are left to ``move``, unless somebody looks at them before: then the ranks agree once more.
 
         Args:
-            sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
+            make: Makes the tree, on the source: what is wrong with it, all ranks raise. ``None`` on other ranks.
             like: What this rank holds already; ``None`` if nothing.
             selection: Which leaves of that are meant, if not all.
             reads: Whether this rank looks at elements of leaves that are described before it moves the others.
         """
         src = self.options["src"]
-        message = Message() if sent is None else described(sent)
+        sent, sent_spans, own = (b"", (), None) if make is None else described(make)
         if like is None:
-            fingerprint = Fingerprint(self.described(), None, (), len(message.text))
+            fingerprint = Fingerprint(self.described(), None, (), len(sent))
         else:
-            fingerprint = self._fingerprint([like], selection, nbytes=len(message.text), reads=reads)
+            fingerprint = self._fingerprint([like], selection, nbytes=len(sent), reads=reads)
         consensus = self.agree(fingerprint)
         layouts: dict[int, ChunkLayout] = {}
         told = b""
@@ -321,7 +303,7 @@ class Exchange(Call):
             layouts, told = discover_layouts(self, like, details_agree=consensus.details_agree)
             if told:
                 self._is_told_more()
-        text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
+        text = self.group.broadcast_bytes(sent, consensus.nbytes, src)
         self.expect()
         description = read_description(self.verb, text)
         parts, spans = description.metadata.allocate(self.verb)
@@ -329,7 +311,7 @@ class Exchange(Call):
         keys = description.spec.flat_keys()
         exchanged = tuple([(keys[index], facts) for index, facts in description.exchanged.items()])
         key = (consensus.key, told, exchanged, tuple([span.numel() for span in spans]))
-        pending = span_transfers(src, self.group, message.spans, spans)
+        pending = span_transfers(src, self.group, sent_spans, spans)
         kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
         device = consensus.device if exchanged else kind
         if pending and (consensus.reads or device != kind or description.depends_on_elements):
@@ -340,7 +322,6 @@ class Exchange(Call):
             self.expect()
             self._is_told_more()
             pending = []
-        own = sent.manifest if isinstance(sent, SourceTree) else None
         if own is not None and self._preparation is not None:
             self._preparation.refuse_copies(own.spec, own.leaves, description.described)
             self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)

@@ -52,6 +52,7 @@ class Group(Ranks):
     """The ranks of a process group, and how they talk; a single rank where there is no process group.
 
     Attributes:
+        process_group: By which they communicate, if they do.
         timeout: How long a collective may take, once it was checked; ``None`` for as long as the group allows.
     """
 
@@ -64,7 +65,7 @@ class Group(Ranks):
         timeout: Timeout = None,
     ) -> None:
         super().__init__(rank, global_ranks)
-        self._process_group = process_group
+        self.process_group: Any = process_group
         self._verb = verb
         self.timeout: timedelta | None = None
         self._given_timeout = timeout
@@ -73,21 +74,12 @@ class Group(Ranks):
         self._devices: dict[str, torch.device] = {}
 
     @property
-    def identity(self) -> Any:
-        """What groups that communicate by the same means have in common."""
-        return self._process_group
-
-    def attach(self, process_group: ProcessGroup | None) -> None:
-        """Communicate through a process group, or let go of it."""
-        self._process_group = process_group
-
-    @property
     def is_alive(self) -> bool:
         """Whether the group was not destroyed."""
-        if self._process_group is None:
+        if self.process_group is None:
             return True
         try:
-            return bool(dist.get_process_group_ranks(self._process_group))
+            return bool(dist.get_process_group_ranks(self.process_group))
         except (KeyError, ValueError):
             return False
 
@@ -104,21 +96,20 @@ class Group(Ranks):
     @cached_property
     def devices(self) -> list[str]:
         """The types of the devices that the group's backends communicate from, host memory first."""
-        found = (
-            {"cpu"} if self._process_group is None else {device.type for device in device_types(self._process_group)}
-        )
+        if self.process_group is None:
+            return ["cpu"]
+        found = {device.type for device in device_types(self.process_group)}
         return sorted(found, key=lambda name: (name != "cpu", name))
 
     def device(self, kind: str) -> torch.device:
         """Return the device of a type that this rank communicates from."""
+        if kind == "cpu":
+            return torch.device("cpu")
         if kind not in self._devices:
-            bound = None if self._process_group is None else self._process_group.bound_device_id
-            if kind == "cpu":
-                self._devices[kind] = torch.device("cpu")
-            elif bound is not None and bound.type == kind:
-                self._devices[kind] = bound
-            else:
-                self._devices[kind] = torch.device(kind, torch.get_device_module(kind).current_device())
+            bound = self.process_group.bound_device_id
+            is_bound = bound is not None and bound.type == kind
+            current = bound if is_bound else torch.device(kind, torch.get_device_module(kind).current_device())
+            self._devices[kind] = current
         return self._devices[kind]
 
     def settle_on(self, device: torch.device) -> None:
@@ -134,12 +125,12 @@ class Group(Ranks):
 
         The ranks have agreed through another backend, if the group has several.
         """
-        if self._process_group is None or device.type not in self.devices[1:]:
+        if self.process_group is None or device.type not in self.devices[1:]:
             return
-        opened = _OPENED.setdefault(self._process_group, set())
+        opened = _OPENED.setdefault(self.process_group, set())
         if device.type not in opened:
             data = torch.zeros(1, dtype=torch.int64, device=device)
-            self._wait(start_all_reduce(self._process_group, data, self.timeout))
+            self._wait(start_all_reduce(self.process_group, data, self.timeout))
             opened.add(device.type)
 
     def all_gather(self, sent: torch.Tensor) -> torch.Tensor:
@@ -149,7 +140,7 @@ class Group(Ranks):
         device = self.device(self.devices[0])
         own = sent.to(device)
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=device)
-        self._wait(start_all_gather(self._process_group, received, own, self.timeout))
+        self._wait(start_all_gather(self.process_group, received, own, self.timeout))
         return received.to("cpu").view(self.size, -1)
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
@@ -168,7 +159,7 @@ class Group(Ranks):
         if self.size == 1:
             return own
         total = own.to(self.device(self.devices[0]), copy=True)
-        self._wait(start_all_reduce(self._process_group, total, self.timeout, greatest=greatest))
+        self._wait(start_all_reduce(self.process_group, total, self.timeout, greatest=greatest))
         return total.to("cpu")
 
     def told_once(
@@ -217,12 +208,9 @@ class Group(Ranks):
         """Return what one rank sends, of a length that all know."""
         if self.size == 1 or not nbytes:
             return sent
-        device = self.device(self.devices[0])
-        if self.rank == source:
-            data = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
-        else:
-            data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._wait(start_broadcast(self._process_group, data, source, self.timeout))
+        given = bytearray(sent) if self.rank == source else bytearray(nbytes)
+        data = torch.frombuffer(given, dtype=torch.uint8).to(self.device(self.devices[0]))
+        self._wait(start_broadcast(self.process_group, data, source, self.timeout))
         received = data.to("cpu")
         return ctypes.string_at(received.data_ptr(), nbytes)
 
@@ -231,16 +219,16 @@ class Group(Ranks):
 
         Several messages to one peer arrive in the order in which they are sent.
         """
-        works = start_exchange(self._process_group, sent, received) if sent or received else ()
+        works = start_exchange(self.process_group, sent, received) if sent or received else ()
         return partial(self._wait, *works)
 
     def all_gather_into(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         """Start giving every rank what each sends: ``uint8``, equally much. Returns a function that waits for it."""
-        return partial(self._wait, start_all_gather(self._process_group, received, sent, self.timeout))
+        return partial(self._wait, start_all_gather(self.process_group, received, sent, self.timeout))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> Callable[[], None]:
         """Start giving every rank what one has: ``uint8``, contiguous. Returns a function that waits for it."""
-        works = (start_broadcast(self._process_group, tensor, source, self.timeout) for tensor in tensors)
+        works = (start_broadcast(self.process_group, tensor, source, self.timeout) for tensor in tensors)
         return partial(self._wait, *works)
 
     def _wait(self, *works: Any) -> None:
@@ -248,14 +236,11 @@ class Group(Ranks):
             for work in works:
                 work.wait(*(() if self.timeout is None else (self.timeout,)))
         except RuntimeError as error:
-            raise self._not_answered(error) from error
-
-    def _not_answered(self, error: RuntimeError) -> RankMismatch:
-        limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
-        return RankMismatch(
-            f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
-            f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
-        )
+            limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
+            raise RankMismatch(
+                f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
+                f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
+            ) from error
 
 
 def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:

@@ -119,7 +119,7 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
             "made of several distributed tensors: expected the same keys on every rank then. Take it apart first."
         )
     manifest.outline, manifest.outer = Outline(union.spec, {}), leaves
-    manifest.replace(union.spec, leaves, chunks)
+    manifest.replace(union.spec, leaves, chunks.get)
 
 
 def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Sequence[int]]) -> None:

@@ -73,8 +73,7 @@ class LikeDestination(Destination):
         ]
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
-        self._canonical = dict(like.canonical)
-        self._firsts = self._find_firsts()
+        self._note_ties()
         for index in moving:
             if self._first(index) != index:  # what goes to one memory is compared
                 source.read(index)
@@ -115,37 +114,37 @@ class LikeDestination(Destination):
         """Return the distributed leaves of the source that move."""
         source = self.source
         if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
-            self._canonical = dict(self.like.canonical)
-            self._firsts = self._find_firsts()
+            self._note_ties()
             self.check_ties(source)
         return list(dict.fromkeys(source.canonical[index] for index in self._moving if index in source.chunks))
-
-    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
-        """Return what moves from where to where."""
-        return self._transfers(sources, layouts or {}, range(self._group.size))
 
     def transfers_alone(self) -> list[Transfer]:
         """Return what moves where this rank has all of the source: it goes to what it holds of ``like``."""
         rank = self._group.rank
         own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
-        return self._transfers({}, own, [rank])
+        return self.transfers({}, own, everywhere=[rank])
 
-    def _transfers(
-        self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout], everywhere: Sequence[int]
+    def transfers(
+        self,
+        sources: dict[int, Chunked],
+        layouts: dict[int, ChunkLayout] | None = None,
+        *,
+        everywhere: Sequence[int] | None = None,
     ) -> list[Transfer]:
-        self._check_range(self.source)
+        """Return what moves from where to where. What is not distributed is ``everywhere``: by default on all ranks."""
         source = self.source
+        everywhere = range(self._group.size) if everywhere is None else everywhere
         found: dict[int, Transfer] = {}
+        self._check_range(source)
         self._check_compared(sources)
         for index in self._moving:
             if self._first(index) == index and not source.is_unread(index):
                 canonical = source.canonical.get(index, index)
                 if canonical not in sources:
-                    leaf = source.leaves[index]
-                    sources[canonical] = Chunked(whole_on(leaf.shape, everywhere), whole_pieces(leaf))
+                    sources[canonical] = _whole_tensor(source.leaves[index], everywhere)
                 given = source.chunks[index].dtype if index in source.chunks else source.leaves[index].dtype
-                target = self.target(index, layouts)
-                found[index] = converting_transfer(sources[canonical], target, given, self.dtype(index))
+                target = self._target(index, layouts or {})
+                found[index] = converting_transfer(sources[canonical], target, given, self._dtype(index))
         self._check_sources(found)
         return list(found.values())
 
@@ -183,24 +182,22 @@ class LikeDestination(Destination):
         """Return the first of the moving leaves that lie in the same memory as this one."""
         return self._firsts[self._canonical[self._partners[index]]]
 
-    def _find_firsts(self) -> dict[int, int]:
-        """Return, for the canonical leaf of each memory, the first of the moving leaves that lie in it."""
-        found: dict[int, int] = {}
+    def _note_ties(self) -> None:
+        """Take note, for the canonical leaf of each memory, of the first of the moving leaves that lie in it."""
+        self._canonical = dict(self.like.canonical)
+        self._firsts: dict[int, int] = {}
         for index in self._moving:
-            found.setdefault(self._canonical[self._partners[index]], index)
-        return found
+            self._firsts.setdefault(self._canonical[self._partners[index]], index)
 
-    def target(self, index: int, layouts: dict[int, ChunkLayout]) -> Chunked:
+    def _target(self, index: int, layouts: dict[int, ChunkLayout]) -> Chunked:
         """Return where the elements of a leaf are put."""
         chunks = self._chunks.get(index)
         if chunks is None:
-            leaf = self.leaves[index]
-            return Chunked(whole_on(leaf.shape, range(self._group.size)), whole_pieces(leaf))
+            return _whole_tensor(self.leaves[index], range(self._group.size))
         layout = layouts[self._partners[index]]
         return Chunked(layout, sendable_pieces(chunks, layout, self._group.rank))
 
-    def dtype(self, index: int) -> torch.dtype:
-        """Return the dtype of a leaf's elements."""
+    def _dtype(self, index: int) -> torch.dtype:
         found: torch.dtype = (self._chunks[index] if index in self._chunks else self.leaves[index]).dtype
         return found
 
@@ -278,7 +275,7 @@ class LikeDestination(Destination):
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
         if self._options.cast:
             moving = [index for index in self._moving if not source.is_unread(index)]
-            raise_differences(self.like.verb, beyond_range(source, moving, self.dtype))
+            raise_differences(self.like.verb, beyond_range(source, moving, self._dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
@@ -361,6 +358,6 @@ def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tenso
     return zip(source.pieces, places, strict=True)
 
 
-def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces of a tensor that is not distributed: itself, unless it is empty."""
-    return [as_sendable(leaf)] if leaf.numel() else []
+def _whole_tensor(leaf: torch.Tensor, ranks: Sequence[int]) -> Chunked:
+    """Return where the elements of a tensor are that is not distributed."""
+    return Chunked(whole_on(leaf.shape, ranks), [as_sendable(leaf)] if leaf.numel() else [])

@@ -33,7 +33,7 @@ from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
@@ -124,7 +124,7 @@ class Manifest:
     def _lower(self, lowered: Lowered, ranks: Ranks) -> None:
         self.outline, self.recipes = lowered.outline, lowered.recipes
         self.outer, self.texts = lowered.outer, lowered.texts
-        self.replace(lowered.spec, lowered.leaves, None, ranks)
+        self.replace(lowered.spec, lowered.leaves, lambda index: chunks_of(lowered.leaves[index], ranks))
 
     def divide(self, recipes: Mapping[Path, Recipe], ranks: Ranks) -> None:
         """Divide those leaves that are divided in a tree with which this one is matched, as they are there."""
@@ -169,10 +169,8 @@ class Manifest:
         sizes = {index: prod(chunks.shape) * chunks.dtype.itemsize for index, chunks in self.chunks.items()}
         return {index: max(own, key=sizes.__getitem__) for own in parts.values() for index in own}
 
-    def replace(
-        self, spec: TreeSpec, leaves: list[Any], known: Mapping[int, LocalChunks] | None, ranks: Ranks | None = None
-    ) -> None:
-        """Describe another tree. What this rank holds of its distributed leaves is known, or is found out."""
+    def replace(self, spec: TreeSpec, leaves: list[Any], held: Callable[[int], LocalChunks | None]) -> None:
+        """Describe another tree. What this rank holds of each leaf that is distributed, a function says."""
         self.spec, self.leaves = spec, leaves
         outline = order_of(spec)
         self.order = outline.order
@@ -184,7 +182,7 @@ class Manifest:
         index = 0
         try:
             for index in self.order:
-                chunks = chunks_of(leaves[index], ranks) if ranks is not None else known.get(index) if known else None
+                chunks = held(index)
                 if chunks is not None:
                     self.chunks[index] = chunks
                     key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
@@ -207,7 +205,7 @@ class Manifest:
         found.received = received
         found.verb, found.complete, found.written, found.replicas, found.unread = verb, False, False, None, {}
         found.outline, found.recipes, found.outer, found.texts, found.stored = outline, {}, [], {}, {}
-        found.replace(spec, leaves, chunks)
+        found.replace(spec, leaves, chunks.get)
         return found
 
     def is_absent(self, index: int) -> bool:
@@ -219,13 +217,11 @@ class Manifest:
         held = self.chunks
         texts = [held[index].text if index in held else self._text(index) for index in self.order]
         found = [*map(Entry, self.keys, texts), *self.structure]
-        return [*found, *self._divided_entries()] if self.recipes else found
-
-    def _divided_entries(self) -> list[Entry]:
-        """Return what divided leaves must have in common beside their parts, with what ranks are taken to agree on."""
-        paths = sorted(self.texts, key=lambda path: path.sort_key())
-        texts = [Entry(f"{path} (leaf)", self.texts[path]) for path in paths]
-        return texts if self.written else [*texts, Entry("<parts that ranks hold alike>", self.assumed())]
+        divided = sorted(self.texts, key=lambda path: path.sort_key())
+        found += [Entry(f"{path} (leaf)", self.texts[path]) for path in divided]
+        if self.recipes and not self.written:
+            found.append(Entry("<parts that ranks hold alike>", self.assumed()))
+        return found
 
     def assumed(self) -> str:
         """Return a text for the elements of parts that ranks with different chunks are taken to hold alike."""
@@ -361,12 +357,8 @@ def is_cuttable(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
     if type(leaf) is torch.Tensor and not leaf.__dict__:
         return is_strided(leaf)
-    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf) and not is_distributed(leaf)
-
-
-def _is_bare(cls: type) -> bool:
-    leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and leaf_type.native
+    leaf_type = leaf_type_of(type(leaf)) if isinstance(leaf, torch.Tensor) else None
+    return leaf_type is not None and leaf_type.native and is_strided(leaf) and not leaf_type.is_distributed(leaf)
 
 
 def is_strided(leaf: torch.Tensor) -> bool:

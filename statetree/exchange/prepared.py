@@ -134,7 +134,7 @@ class Prepared(Generic[T]):
     """
 
     def __init__(self, preparation: Preparation, call: Call, tree: T) -> None:
-        self._call = call
+        self._verb, self._group, self._communicates = call.verb, call.group, call.communicates
         self._tree: T | None = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
@@ -162,10 +162,9 @@ class Prepared(Generic[T]):
 
     @quietly
     def _move(self) -> T:
-        call = self._call
-        if call.communicates and call.group.is_alive:
-            call.expect()
-        with call:
+        with Call(self._verb, self._group) as call:
+            if not (self._communicates and self._group.is_alive):
+                call.alone()
             self._check()
             if call.communicates:
                 told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
@@ -174,10 +173,10 @@ class Prepared(Generic[T]):
         return self._tree  # type: ignore[return-value]  # not closed
 
     def _check(self) -> None:
-        verb = self._call.verb
+        verb = self._verb
         if self._closed:
             raise StateTreeError(f"prepare: this {verb} was closed: expected an open one. Prepare it again.")
-        if not self._call.group.is_alive:
+        if not self._group.is_alive:
             msg = f"prepare: the process group of this {verb} was destroyed: expected one that lasts. Prepare it again."
             raise RankMismatch(msg)
         for held in self._held:
@@ -201,12 +200,6 @@ class Prepared(Generic[T]):
         self._held = []
         self._told = []
         self._recorder.forget()
-        # The call that was recorded holds its recorder, and that tensors and buffers. What is left to do of it is to
-        # tell the other ranks that a closed one was called.
-        call = Call(self._call.verb, self._call.group)
-        call.alone()
-        call.communicates = self._call.communicates
-        self._call = call
 
     def __enter__(self) -> Self:
         return self

@@ -116,7 +116,7 @@ class KeptCall:
         shapes = [tensor.shape for tensor in sighting.tensors]
         strides = [tensor.stride() for tensor in sighting.tensors]
         self._guard = geometry_guard(sighting.tensors, shapes, strides)
-        self._process_group = ref(sighting.group.identity)
+        self._process_group = ref(sighting.group.process_group)
         leaves, parts = sighting.aliases()
         left = iter(leaves)
         trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
@@ -144,7 +144,7 @@ class KeptCall:
     def is_of(self, sighting: Sighting) -> bool:
         """Whether a call is given the same, as far as its key does not tell, and may move it."""
         if not (
-            self._process_group() is sighting.group.identity
+            self._process_group() is sighting.group.process_group
             and self._facts == sighting.facts()
             and self._guard is not None
             and self._guard(sighting.tensors)
@@ -178,7 +178,7 @@ class KeptCall:
         with Call(recorded.verb, sighting.group) as call:
             if not call.all_repeat(self._keeping.number):
                 return False
-            recorded.group.attach(sighting.group.identity)
+            recorded.group.process_group = sighting.group.process_group
             with phase(f"{call.verb}.move"):
                 _moved(self._keeping.recorder.replay, sighting)
         self._note_written(sighting)
@@ -198,7 +198,7 @@ class KeptCall:
     def _let_go(self) -> None:
         """Do not keep a process group alive."""
         if self._keeping.call is not None:
-            self._keeping.call.group.attach(None)
+            self._keeping.call.group.process_group = None
 
 
 #: What is still written, perhaps, by calls that failed while they communicated: aliases do not hold it.
@@ -245,7 +245,7 @@ def sighted(verb: str, given: Mapping[str, Any], names: Sequence[str]) -> Sighti
         return None
     try:
         group = group_of(verb, given.get("group"), given.get("timeout"))
-        if group.identity is None:
+        if group.process_group is None:
             return None
         return Sighting(verb, [given[name] for name in names], repr(sorted(options.items())), group)
     except Exception:  # noqa: BLE001 - whatever it is: the verb comes to it again, and says it as it does

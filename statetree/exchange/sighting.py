@@ -70,7 +70,7 @@ class Sighting:
         self._ties = list(map(first.setdefault, map(id, every), range(len(every))))
         self._placed = list(map(_placed, map(_spec, self._distributed)))
         where = addresses(self.parts).tobytes(), storage_sizes(storages_of(self.parts)).tobytes()
-        self.key = (verb, options, id(group.identity), *where)
+        self.key = (verb, options, id(group.process_group), *where)
 
     def facts(self) -> tuple[Any, ...]:
         """Return what must be equal, beside addresses, structures, values, and what a guard looks at."""

@@ -47,15 +47,8 @@ def converting_transfer(source: Chunked, target: Chunked, before: torch.dtype, a
     return Transfer(source, target, after if after.itemsize < before.itemsize else before)
 
 
-class _Planned(NamedTuple):
-    """A plan, and the digest of what it was made for."""
-
-    plan: BucketedPlan
-    digest: bytes
-
-
-#: Plans by what the ranks agreed on: the last ones used.
-_PLANNED: Final[OrderedDict[Any, _Planned]] = OrderedDict()
+#: Plans by what the ranks agreed on, each with a digest of what it was made for: the last ones used.
+_PLANNED: Final[OrderedDict[Any, tuple[BucketedPlan, bytes]]] = OrderedDict()
 _MAX_PLANNED: Final = 16
 #: Set (in tests) to look, whenever a plan is used again, whether it is the one that would be made now. A plan that
 #: depends on something that the ranks do not agree on moves other elements than it should, and nobody notices.
@@ -67,7 +60,7 @@ class _Leg(NamedTuple):
 
     plan: BucketedPlan
     pieces: Sequence[Pieces]
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], None] | None
 
 
 class PlannedTransfers(NamedTuple):
@@ -101,17 +94,17 @@ def plan_transfers(
     options: TransferOptions, transfers: Sequence[Transfer], reduction: Reduction | None = None
 ) -> PlannedTransfers:
     """Plan how elements move, once partials are put together (``reduction``), and take the memory for it."""
-    legs = [] if reduction is None else [_leg(options, "partials", reduction.transfers, reduction.finish)]
-    legs.append(_leg(options, "elements", transfers))
+    before = [] if reduction is None else [("partials", reduction.transfers, reduction.finish)]
+    legs = [
+        _Leg(
+            _planned(options, what, moved),
+            [Pieces(source.pieces, target.pieces) for source, target, _ in moved],
+            finish,
+        )
+        for what, moved, finish in [*before, ("elements", transfers, None)]
+    ]
     sizes = [leg.plan.bucket_sizes(leg.pieces, options.device) for leg in legs]
     return PlannedTransfers(legs, options.group, take_buckets(sizes, options.device))
-
-
-def _leg(
-    options: TransferOptions, what: str, transfers: Sequence[Transfer], finish: Callable[[], None] | None = None
-) -> _Leg:
-    pieces = [Pieces(source.pieces, target.pieces) for source, target, _ in transfers]
-    return _Leg(_planned(options, what, transfers), pieces, finish)
 
 
 def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer]) -> BucketedPlan:
@@ -124,14 +117,14 @@ def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer])
         plan = BucketedPlan(moves, group, options.bucket_bytes, source=options.source)
         if options.key is None:
             return plan
-        known = _Planned(plan, _digest(options, transfers))
-    elif os.environ.get(CHECK_PLANS) and known.digest != _digest(options, transfers):
+        known = plan, _digest(options, transfers)
+    elif os.environ.get(CHECK_PLANS) and known[1] != _digest(options, transfers):
         msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"
         raise AssertionError(msg)
     _PLANNED[key] = known
     while len(_PLANNED) > _MAX_PLANNED:
         _PLANNED.popitem(last=False)
-    return known.plan
+    return known[0]
 
 
 def _digest(options: TransferOptions, transfers: Sequence[Transfer]) -> bytes:

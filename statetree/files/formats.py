@@ -243,13 +243,13 @@ def save(
     is_together = on_ranks or group is not None
     if not is_together:
         target, found = _destination(path, shard_bytes)
-        is_together = found.by_all_ranks and ranks.identity is not None
+        is_together = found.by_all_ranks and ranks.process_group is not None
     if is_together:
         with Call("save", ranks, path=os.fspath(path)) as call:
             target, found = _destination(path, shard_bytes)
             call.agree(Fingerprint(call.described()))
-    by_all = found.by_all_ranks and ranks.identity is not None
-    options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.identity if by_all else None)
+    by_all = found.by_all_ranks and ranks.process_group is not None
+    options = SaveOptions(shard_bytes, dict(metadata or {}), ranks.process_group if by_all else None)
     if is_together and not by_all:
         tree = gather(tree, dst=0, device="cpu", group=group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from statetree.declare import collective
@@ -92,8 +93,8 @@ def broadcast(
         if own is not None:
             own.check_readable()
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
-        sent = SourceTree(own, elements) if own is not None and run.group.rank == src else None
-        source = run.receive(sent, own)
+        make = partial(SourceTree, own, elements) if own is not None and run.group.rank == src else None
+        source = run.receive(make, own)
         return run.move(source, _SameLayouts(source, own, run))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.chunks.boxes import whole_box
 from statetree.declare import collective_unless
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.description import SourceTree, caught
+from statetree.exchange.description import SourceTree
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.fitting import LikeOptions, partners_of, raise_differences, unfit
 from statetree.exchange.like import reads_values
@@ -107,10 +108,10 @@ def distribute(
         wanted = run.manifest(like, written=True)
         if cast:  # then plain leaves may move as elements, which depends on their ties, too
             wanted.add_ties([index for index in wanted.order if is_cuttable(wanted.leaves[index])])
-        sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
+        make = partial(_sent, run, full, wanted, how) if run.group.rank == src else None
         how, chosen = how.as_chosen_in(wanted)
         reads = reads_values(wanted, cast=cast)
-        source = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
+        source = run.receive(make, wanted, how.selection(wanted, chosen), reads=reads)
         return run.move(source, run.destination_like(source, wanted, how))
 
 
