@@ -178,21 +178,17 @@ class AxisBlock(NamedTuple):
             regions = [AxisRegion((0,) * len(region.start), (0,), (1,)) for region in (self.source, self.target)]
             return AxisBlock((0,), *regions)
         axes: list[tuple[int, int, int, int, int]] = []
-        for size, *rest in zip(
-            self.sizes, self.source.dims, self.source.steps, self.target.dims, self.target.steps, strict=True
-        ):
-            dim, step, other_dim, other_step = rest
+        source, target = self.source, self.target
+        rows = zip(self.sizes, source.dims, source.steps, target.dims, target.steps, strict=True)
+        for size, dim, step, other_dim, other_step in rows:
             if size == 1:
                 continue
-            if axes:
-                wide, *above = axes[-1]
-                if above == [dim, step * size, other_dim, other_step * size]:
-                    axes[-1] = (wide * size, dim, step, other_dim, other_step)
-                    continue
-            axes.append((size, dim, step, other_dim, other_step))
+            goes_on = bool(axes) and axes[-1][1:] == (dim, step * size, other_dim, other_step * size)
+            wide = axes.pop()[0] if goes_on else 1
+            axes.append((wide * size, dim, step, other_dim, other_step))
         sizes, dims, steps, other_dims, other_steps = zip(*axes, strict=True) if axes else ((),) * 5
         return AxisBlock(
-            sizes, AxisRegion(self.source.start, dims, steps), AxisRegion(self.target.start, other_dims, other_steps)
+            sizes, AxisRegion(source.start, dims, steps), AxisRegion(target.start, other_dims, other_steps)
         )
 
     @property

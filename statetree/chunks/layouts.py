@@ -127,10 +127,7 @@ class ChunkLayout:
         """Return one rank's boxes, in the order of the rows."""
         if rank not in self._boxes:
             mine = self.rows_of(rank)
-            self._boxes[rank] = [
-                Box(tuple(start), tuple(stop))
-                for start, stop in zip(self.starts[mine].tolist(), self.stops[mine].tolist(), strict=True)
-            ]
+            self._boxes[rank] = _boxes(self.starts[mine], self.stops[mine])
         return self._boxes[rank]
 
     @cached_property
@@ -143,11 +140,9 @@ class ChunkLayout:
     @cached_property
     def is_complete(self) -> bool:
         """Whether the ranks hold every element between them."""
-        starts, stops, _ = self.distinct
         if self.disjoint:
-            return int((stops - starts).prod(1).sum()) == self.numel
-        boxes = [Box(tuple(start), tuple(stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-        return is_covered(whole_box(self.shape), boxes)
+            return int(self.distinct.volumes.sum()) == self.numel
+        return is_covered(whole_box(self.shape), _boxes(self.distinct.starts, self.distinct.stops))
 
 
 @lru_cache(maxsize=16)
@@ -314,6 +309,11 @@ def add_interval(found: list[Interval], start: int, stop: int) -> None:
 def by_rank(layout: ChunkLayout) -> dict[int, list[Box]]:
     """Return the boxes that each rank holds."""
     found: defaultdict[int, list[Box]] = defaultdict(list)
-    for rank, start, stop in zip(layout.ranks.tolist(), layout.starts.tolist(), layout.stops.tolist(), strict=True):
-        found[rank].append(Box(tuple(start), tuple(stop)))
+    for rank, box in zip(layout.ranks.tolist(), _boxes(layout.starts, layout.stops), strict=True):
+        found[rank].append(box)
     return dict(found)
+
+
+def _boxes(starts: torch.Tensor, stops: torch.Tensor) -> list[Box]:
+    corners = zip(starts.tolist(), stops.tolist(), strict=True)
+    return [Box(tuple(start), tuple(stop)) for start, stop in corners]

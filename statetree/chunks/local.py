@@ -63,11 +63,7 @@ class LocalChunks(NamedTuple):
 
 
 def location_of(piece: torch.Tensor) -> Hashable:
-    """Return what is equal for tensors that are the same view on the same memory.
-
-    Raises:
-        UnsupportedLeaf: If the tensor is quantized, sparse or nested.
-    """
+    """Return what is equal for tensors that are the same view on the same memory. Only strided ones have any."""
     if piece.is_quantized or piece.layout is not torch.strided or piece.is_nested:
         kind = "nested" if piece.is_nested else piece.dtype if piece.is_quantized else piece.layout
         raise UnsupportedLeaf(
@@ -171,15 +167,7 @@ def checked_chunks(
     if len(set(boxes)) < len(boxes):
         msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
         raise UnsupportedLeaf(msg)
-    tie = (*map(location_of, pieces),)
-    return LocalChunks(
-        f"a {type(value).__qualname__} {dtype} {shape}",
-        "",
-        shape,
-        dtype,
-        None,
-        boxes,
-        pieces,
-        (tie, id(value)) if not pieces else (tie, shape),
-        pieces[0].device.type if pieces else "",
-    )
+    text = f"a {type(value).__qualname__} {dtype} {shape}"
+    tie = (*map(location_of, pieces),), shape if pieces else id(value)
+    device = pieces[0].device.type if pieces else ""
+    return LocalChunks(text, "", shape, dtype, None, boxes, pieces, tie, device)

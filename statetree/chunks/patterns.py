@@ -9,6 +9,7 @@ axes: so a pattern takes every element to one place, and the way back is the pat
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -134,16 +135,11 @@ def _strands(expression: Expression, sizes: Mapping[str, int]) -> tuple[list[Str
     return found, width
 
 
-class _Ones(dict[str, int]):
-    def __missing__(self, name: str) -> int:
-        return 1
-
-
 def _block_names(tensors: Sequence[Dims]) -> list[list[str]]:
     return [
         [name for strand in strands for name, _ in strand.steps]
         for dims in tensors
-        for strands in product(*[_strands(dim, _Ones())[0] for dim in dims])
+        for strands in product(*[_strands(dim, defaultdict(lambda: 1))[0] for dim in dims])
     ]
 
 
@@ -161,7 +157,9 @@ def written_out(dims: Dims, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], 
 def equations(dims: Dims, shape: Sequence[int], label: str) -> list[Equation]:
     """Return what a shape says of the axes of a tensor with as many dims."""
     return [
-        Equation([[name for name, _ in strand.steps] for strand in _strands(dim, _Ones())[0]], size, label)
+        Equation(
+            [[name for name, _ in strand.steps] for strand in _strands(dim, defaultdict(lambda: 1))[0]], size, label
+        )
         for dim, size in zip(dims, shape, strict=True)
     ]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from statetree.declare import cached_property
 
@@ -45,17 +43,11 @@ class Ranks:
         """Return where the ranks of a mesh are."""
         known = self._positions.get(id(mesh))
         if known is None:
-            grid = mesh.mesh
-            ranks = tuple(grid.flatten().tolist())
+            shape, ranks = tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())
             members = tuple([self.index.get(rank, -1) for rank in ranks])
-            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), _digest(grid), ranks, members, mesh)
+            digest = blake2b(array("q", ranks).tobytes(), digest_size=16).hexdigest()  # every leaf states it
+            known = self._positions[id(mesh)] = Positions(shape, digest, ranks, members, mesh)
         return known
-
-
-def _digest(grid: torch.Tensor) -> str:
-    """Return what only meshes of the same ranks have in common: every leaf states it, so the ranks are not listed."""
-    ranks = grid.to("cpu", torch.int64).contiguous()
-    return blake2b(ctypes.string_at(ranks.data_ptr(), ranks.nbytes), digest_size=16).hexdigest()
 
 
 def own_ranks() -> Ranks:

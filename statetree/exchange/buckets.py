@@ -115,13 +115,9 @@ class BucketedPlan:
         return most[0], most[1]
 
     def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
-        """Move everything. Nothing is checked and (but for very many rounds) no memory taken: the ranks have agreed.
+        """Move this rank's tensors of each move. The ranks have agreed: nothing is checked, hardly any memory taken.
 
-        Args:
-            pieces: This rank's tensors, for each move.
-            group: The ranks.
-            executor: Copies, sends and waits.
-            buckets: What ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
+        ``buckets`` are what ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
         """
         taken = list(buckets)
         finish: Callable[[], None] | None = None

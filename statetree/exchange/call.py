@@ -20,25 +20,17 @@ T = TypeVar("T")
 
 
 class Call:
-    """A call of a collective, as a context manager.
+    """A call of a collective, as a context manager. ``options`` are what every rank must have passed alike, by name.
 
     Wherever the ranks are about to agree, an exception that leaves the block (an interrupt, too) is told to the others
     in their place of agreement, so that every rank raises and the group stays usable.
-
-    Args:
-        verb: The collective, for messages.
-        group: The ranks that take part.
-        options: What every rank must have passed alike, by name.
-
-    Attributes:
-        communicates: Whether other ranks take part at all.
     """
 
     def __init__(self, verb: str, group: Group, **options: Any) -> None:
         self.verb = verb
         self.options = options
         self.group = group
-        self.communicates = True
+        self.communicates = True  # whether other ranks take part at all
         self._awaited = True  # by the other ranks, in an agreement
 
     def __enter__(self) -> Self:
@@ -78,21 +70,13 @@ class Call:
         self.communicates = self._awaited = False
 
     def agree(self, fingerprint: Fingerprint) -> Consensus:
-        """Make sure that all ranks have one fingerprint.
-
-        Raises:
-            RankMismatch: If they do not, or one of them failed. On every rank.
-        """
+        """Make sure that all ranks have one fingerprint; otherwise, or if one failed, all raise ``RankMismatch``."""
         message = fingerprint.message()
         self._awaited = False
         return compare_fingerprints(self.verb, self.group, fingerprint, message)
 
     def all_repeat(self, number: int) -> bool:
-        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so.
-
-        Raises:
-            RankMismatch: If one of them failed. On every rank.
-        """
+        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so."""
         self._awaited = False
         return all_repeat(self.verb, self.group, number)
 

@@ -112,12 +112,9 @@ class Consensus(NamedTuple):
 
 
 def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
-    """Make sure that all ranks have one fingerprint.
+    """Make sure that all ranks have one fingerprint; otherwise, or if one failed, raise ``RankMismatch`` on every rank.
 
     ``message`` is what the fingerprint tells, made in advance: from here on nothing of this rank's own may fail.
-
-    Raises:
-        RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
     failed, number, repeated, absent, nbytes, device, reads, *words = group.all_reduce_max(message)
     if failed:
@@ -144,10 +141,7 @@ def all_repeat(verb: str, group: Group, number: int) -> bool:
     """Tell the other ranks the number of a call that this one could make once more; return whether all can.
 
     It comes in the place of ``compare_fingerprints``, which those ranks take part in that keep no such call: they hear
-    of it, and everybody compares fingerprints then.
-
-    Raises:
-        RankMismatch: If another rank failed. On every rank.
+    of it, and everybody compares fingerprints then. ``RankMismatch`` if one of them failed, on every rank.
     """
     failed, first, second, *_ = group.all_reduce_max([0, number, ~number, *[_NOTHING] * (_WORDS - 3)])
     if failed:

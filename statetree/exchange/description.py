@@ -72,9 +72,6 @@ class LeafMetadata(NamedTuple):
         """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
 
         The spans are ``uint8`` tensors without contents, in the order in which ``metadata_of`` gives the originals.
-
-        Raises:
-            UnsupportedLeaf: If they lie on several devices of a type, which this rank does not have.
         """
         count = sum(len(indices) for indices, _ in self.tensors.values())
         parts: list[Any] = [None] * count
@@ -95,10 +92,7 @@ class LeafMetadata(NamedTuple):
         return parts, spans
 
     def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
-        """Return leaves like those that the metadata was drawn from, of what ``allocate`` returned.
-
-        These parts have their elements if ``depends_on_elements``.
-        """
+        """Return leaves of what ``allocate`` returned, which has its elements by now if ``depends_on_elements``."""
         return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
 
 
@@ -118,11 +112,7 @@ def _device(verb: str, name: str) -> torch.device:
 def metadata_of(
     verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]
 ) -> tuple[LeafMetadata, list[torch.Tensor]]:
-    """Return the metadata of leaves, and the spans on which their elements lie, as ``uint8`` tensors.
-
-    Raises:
-        UnsupportedLeaf: If a leaf cannot be taken apart, or its storage was freed.
-    """
+    """Return the metadata of leaves, and the spans on which their elements lie, as ``uint8`` tensors."""
     unpacked = unpack(verb, leaves, paths, together=True)
     check_memory(verb, unpacked.columns, lambda index: paths()[unpacked.owners[index]])
     devices = unpacked.columns.devices
@@ -161,11 +151,7 @@ def _dumps(message: Any) -> bytes:
 
 
 def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], Sequence[Path]]) -> bytes:
-    """Return a message that has metadata of leaves in it as bytes.
-
-    Raises:
-        UnsupportedLeaf: If that cannot be done, with the path of the first plain value that is to blame.
-    """
+    """Return a message with metadata of leaves as bytes; ``UnsupportedLeaf`` names the first plain value to blame."""
     try:
         return _dumps(message)
     except Exception as error:

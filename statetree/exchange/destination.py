@@ -84,7 +84,7 @@ class Destination(ABC):
 
     def written_again(self) -> Callable[[], None]:
         """Return what writes, when elements move once more, what was made with its elements the first time."""
-        return _nothing
+        return lambda: None
 
     def check_values(self, source: Manifest) -> None:  # noqa: B027 - nothing to do, by default
         """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did."""
@@ -106,18 +106,11 @@ class Destination(ABC):
         return self.source.lift(self.leaves)
 
 
-def _nothing() -> None:
-    """Write nothing."""
-
-
 class FreshDestination(Destination):
     """Fresh tensors: on each rank the box that a rule gives it, of distributed leaves; other leaves as they are.
 
     Leaves that lie on the same memory do so again. On ranks to which ``WholeOn`` gives nothing, every tensor is a
     ``meta`` tensor of its global shape. Arguments: as for ``Exchange.destination``.
-
-    Raises:
-        UnsupportedLeaf: If the rule gives a rank several boxes of a leaf.
     """
 
     def __init__(self, source: Manifest, rule: Rule, rank: int, *, device: Device = None) -> None:
@@ -177,21 +170,15 @@ class FreshDestination(Destination):
         where = chunks.device or None if device is None or chunks.device == "meta" else device
         if self._whole and isinstance(leaf, LeafPart):
             return leaf.whole(lambda shape: _empty(shape, (), chunks.dtype, where), made)
-        shape: tuple[int, ...] = chunks.shape
-        stride: tuple[int, ...] = ()
         if self._whole:
             stride = leaf.stride() if isinstance(leaf, torch.Tensor) else ()
-        else:
-            shape = self._own_sizes(index)
-        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
-
-    def _own_sizes(self, index: int) -> tuple[int, ...]:
-        """Return the shape of this rank's box of a leaf."""
+            return as_leaf(_empty(chunks.shape, stride, chunks.dtype, where), leaf)
         boxes = self._layouts[index].boxes_of(self._rank)
         if len(boxes) > 1:
             msg = f"the rule gives this rank {len(boxes)} boxes of the leaf at %PATH%: expected one at most. "
             raise self.source.unsupported(index, f"{msg}Gather it, or use reshard.")
-        return boxes[0].sizes if boxes else (0,) * len(self.source.chunks[index].shape)
+        sizes = boxes[0].sizes if boxes else (0,) * len(chunks.shape)
+        return as_leaf(_empty(sizes, (), chunks.dtype, where), leaf)
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""

@@ -95,8 +95,7 @@ def refuse_partial(manifest: Manifest) -> None:
 
 
 def _check_disjoint(manifest: Manifest, index: int, layout: ChunkLayout) -> None:
-    starts, stops, _ = layout.distinct
-    if not layout.disjoint and int((stops - starts).prod(1).sum()) != layout.numel:
+    if not layout.disjoint and int(layout.distinct.volumes.sum()) != layout.numel:
         msg = (
             "chunks of the leaf at %PATH% overlap: expected boxes that are the same or have no element in common, got "
             "others. Gather the tree first."

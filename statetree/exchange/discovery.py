@@ -36,12 +36,8 @@ T = TypeVar("T")
 def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> tuple[dict[int, ChunkLayout], bytes]:
     """Return the layouts of the distributed leaves, and a digest of what the ranks had to tell each other for that.
 
-    Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
-
-    Raises:
-        UnsupportedLeaf: If the ranks hold only a part of a leaf. On every rank.
-        RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
-            meshes that differ from rank to rank are not the same, as far as that is looked at. On every rank.
+    Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other. All raise if
+    they hold only a part of a leaf, if what is written is tied on some of them only, or if replicas differ.
     """
     layouts, seen = (manifest.own_layouts(), b"") if details_agree else (None, b"")
     if layouts is None:
@@ -82,12 +78,9 @@ def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes
 
 
 def _refine_ties(manifest: Manifest, told: _Statements) -> None:
-    """Keep only those ties that all ranks see.
+    """Keep only those ties that all ranks see; refuse them if two values would be moved into one memory then.
 
     A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
-
-    Raises:
-        RankMismatch: If two values would be moved into one memory then, or one into a part of several.
     """
     if len(set(map(id, told.ties))) == 1:
         return
@@ -110,16 +103,13 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
         for number, tie in row.items():
             index = indices[number]
             if canonical.setdefault(tie, manifest.canonical[index]) != manifest.canonical[index]:
-                raise _tied_on_some(manifest, indices[tie], index, [other.get(number) == tie for other in rows])
-
-
-def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[bool]) -> RankMismatch:
-    path, other = manifest.path(index), manifest.path(first)
-    where = ranks_named([rank for rank, found in enumerate(tied) if found])
-    return RankMismatch(
-        f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {other} "
-        f"on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
-    )
+                path, other = manifest.path(index), manifest.path(indices[tie])
+                where = ranks_named([rank for rank, its in enumerate(rows) if its.get(number) == tie])
+                raise RankMismatch(
+                    f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory "
+                    f"with {other} on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on "
+                    "every rank, or on none."
+                )
 
 
 class Way(NamedTuple):
@@ -143,10 +133,13 @@ class _Statements:
         self._group = group
         self._chunks = list(manifest.chunks.values())
         numbers: dict[Way, int] = {}
-        ways = [numbers.setdefault(_way_of(chunks), len(numbers)) for chunks in self._chunks]
+        ways = []
+        for chunks in self._chunks:
+            boxes = () if chunks.mesh is not None else tuple(chunks.boxes)
+            way = Way(chunks.detail, chunks.mesh, boxes, chunks.layout is not None)
+            ways.append(numbers.setdefault(way, len(numbers)))
         ties = [pair for pair in enumerate(manifest.ties()) if pair[0] != pair[1]]
-        texts = [json.dumps(stated) for stated in (ties, ways, list(numbers))]
-        heard = [group.told_once(text.encode()) for text in texts]
+        heard = [group.told_once(json.dumps(stated).encode()) for stated in (ties, ways, list(numbers))]
         seen, numbered, listed = heard
         self.ties = _of_ranks([dict(json.loads(text)) for text, _ in seen], seen)
         #: For each distributed leaf its number in each list of numbers: equal for most leaves.
@@ -177,11 +170,6 @@ def _of_ranks(values: Sequence[T], told: Sequence[tuple[bytes, list[int]]]) -> l
     """Return for every rank the value that stands for the text which it told."""
     found = {rank: value for value, (_, ranks) in zip(values, told, strict=True) for rank in ranks}
     return [found[rank] for rank in range(len(found))]
-
-
-def _way_of(chunks: LocalChunks) -> Way:
-    boxes = () if chunks.mesh is not None else tuple(chunks.boxes)
-    return Way(chunks.detail, chunks.mesh, boxes, chunks.layout is not None)
 
 
 def _way(detail: str, mesh: Any, boxes: Any, is_known: bool) -> Way:  # noqa: FBT001 - as it was told

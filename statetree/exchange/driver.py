@@ -40,11 +40,7 @@ _USUAL: Final = LikeOptions()
 
 
 class Exchange(Call):
-    """One call of a collective that moves elements. Made by ``exchange``.
-
-    Attributes:
-        executor: Moves the elements, or records how.
-    """
+    """One call of a collective that moves elements, or records (``executor``) how. Made by ``exchange``."""
 
     def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
         super().__init__(verb, group_of(verb, process_group, timeout), **options)
@@ -88,11 +84,7 @@ class Exchange(Call):
         return chosen
 
     def ranks(self, chosen: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Return the ranks of the group that a user named: one, several, or with ``None`` all.
-
-        Raises:
-            RankMismatch: If some are not ranks of the group.
-        """
+        """Return the ranks of the group that a user named: one, several, or with ``None`` all."""
         size = self.group.size
         listed: Sequence[Any] = range(size) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
         if not listed or not all(is_rank(rank, size) for rank in listed):
@@ -158,11 +150,9 @@ class Exchange(Call):
         return LikeDestination(source, like, self.group, options=options)
 
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
-        """Agree with the other ranks on manifests, and return which rank holds which chunks of each distributed leaf.
+        """Agree with the other ranks on trees, and return which rank holds which chunks of each distributed leaf.
 
-        Args:
-            manifests: The trees.
-            beside: What else must be the same on all ranks.
+        ``beside`` is what else must be the same on all ranks.
         """
         consensus = self.agree(self._fingerprint(manifests, beside))
         return [discover_layouts(self, manifest, details_agree=consensus.details_agree)[0] for manifest in manifests]

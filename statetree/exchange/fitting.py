@@ -92,10 +92,7 @@ def masks_of(where: Where, manifests: Sequence[Manifest], *, missing_ok: bool | 
 def partners_of(source: Manifest, like: Manifest, options: LikeOptions) -> tuple[list[int], list[Difference]]:
     """Return, for each leaf of a tree, the one of ``like`` in the same place, and what only one of them has.
 
-    The first is -1 where there is none, which ``options`` may allow.
-
-    Raises:
-        TreeMismatch: If the structures do not match.
+    The first is -1 where there is none, if ``options`` allow that; otherwise structures that differ are refused.
     """
     trees = (source.spec, source.leaves), (like.spec, like.leaves)
     if not options.keeps_like:

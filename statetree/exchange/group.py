@@ -169,12 +169,7 @@ class Group(Ranks):
 
         If all say the same, they find that out by a digest. Otherwise each sends one to all. Then the first rank of
         each text puts that into its place among all of them: what a rank receives grows with the ranks and with the
-        different texts, not with their product.
-
-        Args:
-            said: What this rank says; ``None`` for nothing.
-            alike: What texts have in common that mean the same; by default they must be the same.
-            most: How many texts are told, at most.
+        different texts, not with their product. Texts of one digest (``alike``) mean the same; ``None`` is nothing.
         """
         packed = zlib.compress(said or b"", 1)
         digest = blake2b((said if alike is None else alike) or b"", digest_size=_DIGEST_BYTES).digest()
@@ -247,10 +242,6 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
     """Return the group that a collective runs on: all ranks if its caller gave ``None``.
 
     A timeout that cannot be is refused by the group's ``check_usable``: the other ranks must hear of it.
-
-    Raises:
-        RankMismatch: If this process is not in the group.
-        UnsupportedLeaf: Inside ``torch.func.functionalize``, where no tensor has memory.
     """
     if is_functional(torch.empty(0, device="cpu")):
         msg = f"{verb}: called inside torch.func.functionalize: no tensor has memory there. Call {verb} outside of it."

@@ -54,12 +54,7 @@ class _HeldKeys(NamedTuple):
 
 
 def unite(call: Call, manifest: Manifest) -> None:
-    """Make a manifest one of a tree that has every leaf that some rank holds. All ranks call this.
-
-    Raises:
-        RankMismatch: If ranks hold different containers or leaves in one place.
-        UnsupportedLeaf: If only some ranks hold a leaf that cannot be sent.
-    """
+    """Make a manifest one of a tree that has every leaf that some rank holds. All ranks call this."""
     entries = zip(manifest.order, manifest.entries(), strict=False)  # of the leaves: those of containers follow
     told = [_told(manifest, index, entry.text) for index, entry in entries]
     outline = _HeldKeys(manifest.spec, told, sorted(map(str, manifest.recipes)))

@@ -48,12 +48,9 @@ if TYPE_CHECKING:
 
 
 class LikeDestination(Destination):
-    """A tree whose leaves take the layouts of another one, ``like``.
+    """A tree whose leaves take the layouts of another one, ``like``; ``TreeMismatch`` if they cannot.
 
     Leaves that are distributed on one side are exchanged; the others this rank copies from its own.
-
-    Raises:
-        TreeMismatch: If the trees do not fit, or a tensor cannot be written.
     """
 
     def __init__(self, source: Manifest, like: Manifest, group: Group, *, options: LikeOptions) -> None:

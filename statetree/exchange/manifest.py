@@ -311,11 +311,7 @@ class Manifest:
 
 
 def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
-    """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
-
-    Raises:
-        UnsupportedLeaf: If it is, but its chunks cannot be told. ``%PATH%`` in the message stands for the path.
-    """
+    """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed."""
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None:
         return None

@@ -95,11 +95,7 @@ class Keeping(Preparation):
 
 
 class KeptCall:
-    """A call that was made and recorded, with what it was given.
-
-    Attributes:
-        is_repeatable: Whether it can be made again.
-    """
+    """A call that was made and recorded, with what it was given; ``is_repeatable`` if it can be made again."""
 
     def __init__(
         self,
@@ -222,9 +218,8 @@ _SEEN: Final[OrderedDict[int, int]] = OrderedDict()
 def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Have a collective do at once what it did before, when it is called with the same tensors again (a decorator).
 
-    Args:
-        names: Its arguments that are trees. They come first; others are options.
-        compares_values: Whether the result depends on plain values of these, or passes them on.
+    ``names`` are its arguments that are trees. They come first; others are options. ``compares_values`` is whether the
+    result depends on plain values of these, or passes them on.
     """
 
     def declare(verb: Callable[P, T]) -> Callable[P, T]:

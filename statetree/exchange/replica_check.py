@@ -111,12 +111,9 @@ def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict
 
 
 def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies]) -> None:
-    """Make sure that what several meshes hold of a leaf is the same.
+    """Make sure that what several meshes hold of a leaf is the same; otherwise all ranks raise ``RankMismatch``.
 
     ``copies`` are those of which that is not certain, by their indices: the same on every rank.
-
-    Raises:
-        RankMismatch: If it is not. On every rank, before anything moves.
     """
     compared = {index: held for index, held in copies.items() if not held.are_single}
     if not compared:
@@ -162,9 +159,7 @@ def told_apart(
 ) -> list[list[tuple[Box | None, list[tuple[int, ...]]]]]:
     """Have the ranks tell each other numbers of parts of leaves (the same leaves on every rank).
 
-    Returns:
-        For each leaf the parts of which some ranks have another number than others, with the ranks of each number; most
-        ranks first.
+    Return for each leaf the parts of which ranks have different numbers, and the ranks of each: most ranks first.
     """
     said = [(json.loads(text), ranks) for text, ranks in group.told_once(json.dumps(found).encode())]
     result = []

@@ -73,7 +73,6 @@ class LargeBox(NamedTuple):
     part: int
     piece: int
     cut: Cut
-    numel: int
 
 
 class Side(NamedTuple):
@@ -150,10 +149,8 @@ def lay_out_bucket(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool
         is_large = column.nbytes >= LARGE_BYTES
         if bool(is_large.any()):
             chosen = column.at(is_large)
-            peer, _, piece, *_ = (numbers.tolist() for numbers in chosen.cuts)
-            numel = chosen.cuts.sizes.prod(1).tolist()
-            placed = zip(peer, piece, cuts_of(chosen.cuts, column.pieces), numel, strict=True)
-            large += [LargeBox(to, column.number, *box) for to, *box in placed]
+            rows = chosen.cuts.peer.tolist(), chosen.cuts.piece.tolist(), cuts_of(chosen.cuts, column.pieces)
+            large += [LargeBox(peer, column.number, piece, cut) for peer, piece, cut in zip(*rows, strict=True)]
             column = column.at(~is_large)
         if len(column.cuts.peer):
             packed.append(column)
