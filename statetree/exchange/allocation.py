@@ -39,11 +39,8 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bo
 
 def _device_of(leaf: Any, *, keep_meta: bool) -> torch.device:
     """Return where a leaf's elements lie, or are to lie if it has none."""
-    if isinstance(leaf, torch.Tensor):
-        devices = [leaf.device]
-    else:
-        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
-    if devices and (keep_meta or devices[0].type != "meta"):
-        return devices[0]
+    parts = [leaf] if isinstance(leaf, torch.Tensor) else unpack("", [leaf], lambda: [Path()], memory=False).parts
+    if parts and (keep_meta or not parts[0].is_meta):
+        return parts[0].device
     mesh = getattr(leaf, "device_mesh", None)
     return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)

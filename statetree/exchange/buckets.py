@@ -137,11 +137,8 @@ class BucketedPlan:
     def _steps(self) -> Iterator[_Step]:
         """Yield the rounds, laid out. Later runs find them so, unless there are very many places."""
         for round_ in self._rounds:
-            alike = (
-                round_.transport,
-                round_.root,
-                *((id(part.route), part.dtype, part.slab, len(part.moves)) for part in round_.parts),
-            )
+            parts = [(id(part.route), part.dtype, part.slab, len(part.moves)) for part in round_.parts]
+            alike = (round_.transport, round_.root, *parts)
             layout = self._layouts.get(alike)
             if layout is None:
                 layout = self._lay_out(round_)

@@ -11,7 +11,6 @@ from statetree.exchange.consensus import Fingerprint, all_repeat, compare_finger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from statetree.exchange.consensus import Consensus
     from statetree.exchange.group import Group
@@ -42,9 +41,7 @@ class Call:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._tell(error)
         elif self._awaited:

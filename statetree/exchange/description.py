@@ -55,11 +55,6 @@ class LeafMetadata(NamedTuple):
     #: by its number only if there are several of that type: a lone one is each rank's own.
     tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
 
-    @property
-    def device_types(self) -> set[str]:
-        """The types of the devices that tensors lie on."""
-        return {torch.device(name).type for name in self.tensors}
-
     def depends_on_elements(self) -> bool:
         """Whether leaves can only be put together once their elements are there."""
         for recipe in packed(self.recipes.values()):

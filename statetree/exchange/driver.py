@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from statetree.declare import phase
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
@@ -25,7 +27,6 @@ from statetree.exchange.transfers import PlannedTransfers, TransferOptions, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
@@ -47,9 +48,7 @@ class Exchange(Call):
         self._preparation = preparation_under_way()
         self.executor = Executor()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None and kind is None:
             try:
@@ -120,8 +119,8 @@ class Exchange(Call):
         with phase(f"{self.verb}.describe"):
             found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
-            for device in found.devices():
-                self.group.settle_on(device)
+            for piece in [piece for chunks in found.chunks.values() for piece in chunks.memory]:
+                self.group.settle_on(piece.device)
         if complete:
             found.check_readable()
         if union:
@@ -302,7 +301,8 @@ class Exchange(Call):
         exchanged = tuple([(keys[index], facts) for index, facts in description.exchanged.items()])
         key = (consensus.key, told, exchanged, tuple([span.numel() for span in spans]))
         pending = span_transfers(src, self.group, sent_spans, spans)
-        kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
+        kinds = {torch.device(name).type for name in description.metadata.tensors}
+        kind = self.group.devices[self.group.number_of(kinds)]  # on every rank alike
         device = consensus.device if exchanged else kind
         if pending and (consensus.reads or device != kind or description.depends_on_elements):
             planned = plan_transfers(self._options(key, kind), pending)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
 from statetree.exchange.description import pickled
-from statetree.exchange.manifest import ABSENT, is_cuttable
+from statetree.exchange.manifest import ABSENT, PLAIN, is_cuttable
 from statetree.exchange.path_order import order_of
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_plain
@@ -136,10 +136,6 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
             f"{what}. Take it apart first, or leave it out."
         )
         raise UnsupportedLeaf(msg, path)
-
-
-#: What a manifest says of plain values.
-PLAIN: Final = "a plain value"
 
 
 def _placeholder(told: _Told) -> Any:

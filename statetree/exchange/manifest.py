@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 #: The ``detail`` of a leaf that only other ranks hold.
 ABSENT: Final = "absent"
+#: What entries say of plain values.
+PLAIN: Final = "a plain value"
 
 
 class Manifest:
@@ -134,8 +136,6 @@ class Manifest:
 
     def are_blocks_of_one(self, a: int, b: int) -> bool:
         """Whether two parts are blocks of one leaf: they are apart, though their addresses may not tell."""
-        if not self.recipes:
-            return False
         owners, paths = self.outline.owners(), self.outline.spec.paths()
         return owners[a] == owners[b] and isinstance(self.recipes.get(paths[owners[a]]), LaidOutRecipe)
 
@@ -160,8 +160,6 @@ class Manifest:
 
     def largest_parts(self) -> dict[int, int]:
         """Return, for each distributed part of a leaf that is divided, the largest part of that leaf."""
-        if not self.recipes:
-            return {}
         parts: dict[int, list[int]] = {}
         for index, owner in enumerate(self.outline.owners()):
             if owner in self.outline.counts and index in self.chunks:
@@ -234,10 +232,6 @@ class Manifest:
         except Exception as error:
             raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
-    def devices(self) -> list[torch.device]:
-        """Return the devices that the chunks of distributed leaves lie on."""
-        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.memory))
-
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
         return [*(chunks.detail for chunks in self.chunks.values()), str(self.ties())]
@@ -259,25 +253,19 @@ class Manifest:
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
-        owners = [index for index, chunks in self.chunks.items() for _ in chunks.memory]
-        pieces = [piece for chunks in self.chunks.values() for piece in chunks.memory]
-        for index, piece in zip(owners, pieces, strict=True):
-            chunks = self.chunks[index]
+        rows = [(index, chunks, piece) for index, chunks in self.chunks.items() for piece in chunks.memory]
+        for index, chunks, piece in rows:
             if piece.is_meta and (chunks.layout is None or chunks.device != "meta"):  # or not so on every rank
                 msg = "a chunk of the leaf at %PATH% is on meta: expected elements. Load it first."
                 raise self.unsupported(index, msg)
-        check_memory(self.verb, Columns(pieces), lambda place: self.path(owners[place]))
+        check_memory(self.verb, Columns([piece for *_, piece in rows]), lambda place: self.path(rows[place][0]))
 
     def incomplete(self, layouts: dict[int, ChunkLayout]) -> int | None:
         """Return the first leaf of which the ranks hold only a part."""
-        complete: set[int] = set()  # by their ids: of most leaves the layouts are the same
         for index, layout in layouts.items():
             partials = self.chunks[index].partials
-            for held in (layout, *(partials[1] if partials else ())):
-                if id(held) not in complete:
-                    if not held.is_complete:
-                        return index
-                    complete.add(id(held))
+            if not all(held.is_complete for held in (layout, *(partials[1] if partials else ()))):
+                return index
         return None
 
     def moving(self) -> list[int]:
@@ -338,7 +326,7 @@ def _text_of(leaf: Any) -> str:
     if (cls is torch.Tensor or cls is torch.nn.Parameter) and is_strided(leaf):
         return _tensor_text(leaf.dtype, leaf.shape)
     if leaf_type_of(cls) is None:
-        return "a plain value"
+        return PLAIN
     known = facts(leaf)
     named = [str(known[name]) for name in ("dtype", "shape", "layout") if name in known]
     return " ".join([f"a {known['leaf type']}", *named])

@@ -142,14 +142,10 @@ def sources_of(
     """Return where the elements of distributed leaves come from, and the partials that are put together before."""
     chunks = manifest.chunks
     found = {index: Chunked(layouts[index], sendable_pieces(chunks[index], layouts[index], rank)) for index in moving}
-    summed = [index for index in moving if chunks[index].partials is not None]
-    if not summed:
+    partials = {index: own for index in moving if (own := chunks[index].partials) is not None}
+    if not partials:
         return found, None
-    reduction = prepare_reduction(
-        [found[index] for index in summed],
-        [chunks[index].dtype for index in summed],
-        [partials for index in summed if (partials := chunks[index].partials) is not None],
-        rank,
-    )
-    found.update(zip(summed, reduction.reduced, strict=True))
+    dtypes = [chunks[index].dtype for index in partials]
+    reduction = prepare_reduction([found[index] for index in partials], dtypes, list(partials.values()), rank)
+    found.update(zip(partials, reduction.reduced, strict=True))
     return found, reduction
