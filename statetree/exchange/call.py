@@ -29,7 +29,6 @@ class Call:
         self.verb = verb
         self.options = options
         self.group = group
-        self.communicates = True  # whether other ranks take part at all
         self._awaited = True  # by the other ranks, in an agreement
 
     def __enter__(self) -> Self:
@@ -61,10 +60,6 @@ class Call:
     def expect(self) -> None:
         """Say that an agreement comes next: until it is reached, whatever fails is told to the other ranks."""
         self._awaited = True
-
-    def alone(self) -> None:
-        """Say that no agreement comes: this call communicates with nobody."""
-        self.communicates = self._awaited = False
 
     def agree(self, fingerprint: Fingerprint) -> Consensus:
         """Make sure that all ranks have one fingerprint; otherwise, or if one failed, all raise ``RankMismatch``."""

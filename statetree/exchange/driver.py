@@ -43,8 +43,11 @@ _USUAL: Final = LikeOptions()
 class Exchange(Call):
     """One call of a collective that moves elements, or records (``executor``) how. Made by ``exchange``."""
 
-    def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
-        super().__init__(verb, group_of(verb, process_group, timeout), **options)
+    def __init__(
+        self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, *, alone: bool, **options: Any
+    ) -> None:
+        group = group_of(verb, process_group, timeout)
+        super().__init__(verb, group.alone() if alone else group, **options)
         self._preparation = preparation_under_way()
         self.executor = Executor()
 
@@ -227,13 +230,6 @@ class Exchange(Call):
             target.check_values(source)
             call.ready()
 
-    def move_alone(self, target: LikeDestination) -> Any:
-        """Do as ``move`` where this rank has all that it needs, without communication."""
-        self.alone()
-        target.read_stored()
-        plan_transfers(self._options(None, "cpu"), target.transfers_alone()).run(self.executor)
-        return self.finish(target, target.source)
-
     def finish(self, target: Destination, source: Manifest | None) -> Any:
         """Do what is left once elements have moved, and return the resulting tree.
 
@@ -337,13 +333,16 @@ class Exchange(Call):
         return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes, source)
 
 
-def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:
+def exchange(
+    verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, *, alone: bool = False, **options: Any
+) -> Exchange:
     """Begin a call of a collective, as a context manager.
 
     Args:
         verb: Its name, for messages.
         group: The ranks that take part; by default all.
         timeout: How long each step of communication may take, in seconds or as a ``timedelta``.
+        alone: Whether this rank has all that it needs: then it communicates with nobody.
         options: What every rank must pass alike, by name; ``bucket_bytes`` and ``replicas`` are what they are for
             ``gather``.
 
@@ -354,4 +353,4 @@ def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = No
     Raises:
         RankMismatch: If this process is not in the group.
     """
-    return Exchange(verb, group, timeout, **options)
+    return Exchange(verb, group, timeout, alone=alone, **options)

@@ -83,6 +83,10 @@ class Group(Ranks):
         except (KeyError, ValueError):
             return False
 
+    def alone(self) -> Group:
+        """Return the group of this rank alone, which communicates with nobody."""
+        return Group(None, 0, [self.global_ranks[self.rank]], self._verb, self._given_timeout)
+
     def expected_ranks(self, how_many: str) -> str:
         """Return the middle of a sentence that says which ranks there are."""
         if not (dist.is_available() and dist.is_initialized()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.boxes import whole_box
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.consensus import Entry
@@ -115,22 +113,9 @@ class LikeDestination(Destination):
             self.check_ties(source)
         return list(dict.fromkeys(source.canonical[index] for index in self._moving if index in source.chunks))
 
-    def transfers_alone(self) -> list[Transfer]:
-        """Return what moves where this rank has all of the source: it goes to what it holds of ``like``."""
-        rank = self._group.rank
-        own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
-        return self.transfers({}, own, everywhere=[rank])
-
-    def transfers(
-        self,
-        sources: dict[int, Chunked],
-        layouts: dict[int, ChunkLayout] | None = None,
-        *,
-        everywhere: Sequence[int] | None = None,
-    ) -> list[Transfer]:
-        """Return what moves from where to where. What is not distributed is ``everywhere``: by default on all ranks."""
+    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        """Return what moves from where to where."""
         source = self.source
-        everywhere = range(self._group.size) if everywhere is None else everywhere
         found: dict[int, Transfer] = {}
         self._check_range(source)
         self._check_compared(sources)
@@ -138,7 +123,7 @@ class LikeDestination(Destination):
             if self._first(index) == index and not source.is_unread(index):
                 canonical = source.canonical.get(index, index)
                 if canonical not in sources:
-                    sources[canonical] = _whole_tensor(source.leaves[index], everywhere)
+                    sources[canonical] = self._whole(source.leaves[index])
                 given = source.chunks[index].dtype if index in source.chunks else source.leaves[index].dtype
                 target = self._target(index, layouts or {})
                 found[index] = converting_transfer(sources[canonical], target, given, self._dtype(index))
@@ -190,9 +175,14 @@ class LikeDestination(Destination):
         """Return where the elements of a leaf are put."""
         chunks = self._chunks.get(index)
         if chunks is None:
-            return _whole_tensor(self.leaves[index], range(self._group.size))
+            return self._whole(self.leaves[index])
         layout = layouts[self._partners[index]]
         return Chunked(layout, sendable_pieces(chunks, layout, self._group.rank))
+
+    def _whole(self, leaf: torch.Tensor) -> Chunked:
+        """Return where the elements of a tensor are that is not distributed: on every rank."""
+        layout = whole_on(leaf.shape, range(self._group.size))
+        return Chunked(layout, [as_sendable(leaf)] if leaf.numel() else [])
 
     def _dtype(self, index: int) -> torch.dtype:
         found: torch.dtype = (self._chunks[index] if index in self._chunks else self.leaves[index]).dtype
@@ -341,20 +331,9 @@ def _depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
     return bool(shared_elements(held))
 
 
-@lru_cache(maxsize=4096)
-def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ChunkLayout:
-    """Return the layout of a tensor as if the other ranks had nothing of it."""
-    return layout_of(shape, {rank: boxes})
-
-
 def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the pieces that are sent, each with where its elements go on this rank if the layout stays the same."""
     source, target = transfer.source, transfer.target
     alike = source.layout.digest == target.layout.digest and len(source.pieces) == len(target.pieces)
     places = target.pieces if alike else [None] * len(source.pieces)  # both in the order of one layout
     return zip(source.pieces, places, strict=True)
-
-
-def _whole_tensor(leaf: torch.Tensor, ranks: Sequence[int]) -> Chunked:
-    """Return where the elements of a tensor are that is not distributed."""
-    return Chunked(whole_on(leaf.shape, ranks), [as_sendable(leaf)] if leaf.numel() else [])

@@ -83,9 +83,8 @@ class Preparation:
 
     def conclude(self, call: Call) -> None:
         """Wait until all ranks have prepared everything."""
-        if call.communicates:
-            call.expect()
-            call.ready()
+        call.expect()
+        call.ready()
 
     def finish(self, name: str, tree: T) -> Prepared[T]:
         """Return what was prepared: ``tree`` is what was returned by what was called, ``name`` in messages."""
@@ -133,7 +132,7 @@ class Prepared(Generic[T]):
     """
 
     def __init__(self, preparation: Preparation, call: Call, tree: T) -> None:
-        self._verb, self._group, self._communicates = call.verb, call.group, call.communicates
+        self._verb, self._group = call.verb, call.group
         self._tree: T | None = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
@@ -161,13 +160,10 @@ class Prepared(Generic[T]):
 
     @quietly
     def _move(self) -> T:
-        with Call(self._verb, self._group) as call:
-            if not (self._communicates and self._group.is_alive):
-                call.alone()
+        with Call(self._verb, self._group if self._group.is_alive else self._group.alone()) as call:
             self._check()
-            if call.communicates:
-                told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
-                call.agree(Fingerprint(self._name, told) if told else self._fingerprint)
+            told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
+            call.agree(Fingerprint(self._name, told) if told else self._fingerprint)
             self._recorder.replay()
         return self._tree  # type: ignore[return-value]  # not closed
 

@@ -76,9 +76,9 @@ class Keeping(Preparation):
         super().__init__()
         self._sighting: Sighting | None = sighting
 
-    def agreed(self, call: Call, number: int) -> None:  # noqa: ARG002 - which agrees no more often than others do
-        """Take note of the number of the call, which that of its first agreement is."""
-        self.number = self.number or number
+    def agreed(self, call: Call, number: int) -> None:
+        """Take note of the number of the call, which that of its first agreement with other ranks is."""
+        self.number = self.number or (number if call.group.process_group is not None else 0)
 
     def agree_again(self, agree: Action) -> None:  # noqa: ARG002 - other ranks do not
         """Note that the ranks would have to agree on elements."""

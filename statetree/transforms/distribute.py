@@ -99,11 +99,11 @@ def distribute(
         {'w': tensor([1., 1.])}
     """
     how = LikeOptions(in_place, cast, strict, on_missing, where)
-    with exchange("distribute", group, timeout, src=src, **how.agreed(), bucket_bytes=bucket_bytes) as run:
+    options: dict[str, Any] = {"src": src, **how.agreed(), "bucket_bytes": bucket_bytes}
+    with exchange("distribute", group, timeout, alone=src is None, **options) as run:
         if src is None:
-            run.alone()
             source = _whole(run.manifest(full, complete=True, unread=True))
-            return run.move_alone(run.destination_like(source, run.manifest(like), how))
+            return run.move(source, run.destination_like(source, run.manifest(like, written=True), how))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)
         if cast:  # then plain leaves may move as elements, which depends on their ties, too

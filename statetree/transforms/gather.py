@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -85,7 +85,7 @@ def gather(
         >>> st.gather({"w": torch.ones(2)})  # without ranks there is nothing to do
         {'w': tensor([1., 1.])}
     """
-    options = {"union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
+    options: dict[str, Any] = {"union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("gather", group, timeout, dst=dst, **options) as run:
         # Which device of a type it is may differ from rank to rank.
         run.options["device"] = None if device is None else torch.device(device).type

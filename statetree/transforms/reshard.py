@@ -108,7 +108,7 @@ def reshard(
             moved: Any = moved_delta(run, tree, like)
             return moved
     how = LikeOptions(in_place, cast, strict, on_missing, where)
-    options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
+    options: dict[str, Any] = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
         source = run.manifest(tree, complete=True, union=union, unread=True)
         return run.move(source, run.destination_like(source, run.manifest(like, written=True, union=union), how))
