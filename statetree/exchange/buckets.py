@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from statetree.chunks.boxes import dense_strides
-from statetree.exchange.plan import ExchangePlan, Move, Round, Transport
+from statetree.exchange.plan import ExchangePlan, Move, Round, Transfer, Transport
 from statetree.exchange.stacks import (
     ALIGNMENT,
     Cut,
@@ -45,14 +45,10 @@ _MAX_KEPT: Final = 100_000
 _MAX_SIZED: Final = 1000
 
 
-class Pieces(NamedTuple):
-    """This rank's tensors for one move: those that elements are taken from, and those that they are put into."""
-
-    sources: Sequence[torch.Tensor]
-    targets: Sequence[torch.Tensor]
-
-
-_SOURCES, _TARGETS = range(2)
+#: The ends of a ``Transfer``.
+_End = Literal[0, 1]
+_SOURCE: Final = 0
+_TARGET: Final = 1
 
 
 class _Copy(NamedTuple):
@@ -107,29 +103,29 @@ class BucketedPlan:
         self._layouts: dict[Any, _Layout] = {}
         self._num_places = 0
 
-    def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
-        """Return how many bytes two buckets take in which rounds are packed in turn, for ``pieces`` as for ``run``."""
+    def bucket_sizes(self, transfers: Sequence[Transfer], device: torch.device) -> tuple[int, int]:
+        """Return how many bytes two buckets take in which rounds are packed in turn by ``run``."""
         most = [0, 0]
         for number, step in enumerate(islice(self._steps(), _MAX_SIZED)):
-            most[number % 2] = max(most[number % 2], _bytes_of(step, pieces, device))
+            most[number % 2] = max(most[number % 2], _bytes_of(step, transfers, device))
         return most[0], most[1]
 
-    def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
-        """Move this rank's tensors of each move. The ranks have agreed: nothing is checked, hardly any memory taken.
+    def run(self, transfers: Sequence[Transfer], group: Group, executor: Executor, buckets: Buckets) -> None:
+        """Move what the plan was made for. The ranks have agreed: nothing is checked, hardly any memory taken.
 
-        ``buckets`` are what ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
+        ``buckets`` are what ``take_buckets`` returned for the ``bucket_sizes`` of these transfers.
         """
         taken = list(buckets)
         finish: Callable[[], None] | None = None
         for number, step in enumerate(self._steps()):
             if number >= _MAX_SIZED:
-                need = _bytes_of(step, pieces, taken[number % 2].device)  # not known in advance
+                need = _bytes_of(step, transfers, taken[number % 2].device)  # not known in advance
                 if need > taken[number % 2].numel():
                     taken[number % 2] = taken[number % 2].new_empty(need)
-            under_way = _start(step, taken[number % 2], pieces, group, executor)
+            under_way = _start(step, taken[number % 2], transfers, group, executor)
             if finish is not None:
                 finish()
-            _copy_here(step, pieces, executor)
+            _copy_here(step, transfers, executor)
             finish = under_way
         if finish is not None:
             finish()
@@ -174,11 +170,11 @@ def _bounds(layout: ChunkLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]
     return layout.starts[rows], layout.stops[rows]
 
 
-def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> int:
+def _bytes_of(step: _Step, transfers: Sequence[Transfer], device: torch.device) -> int:
     """Return how many bytes a round takes of a bucket, with those of large boxes that cannot travel as they lie."""
     sent, received, _ = step.layout
-    boxes = [(box, _cut(step, box, pieces, _SOURCES)) for box in sent.large]
-    boxes += [(box, _cut(step, box, pieces, _TARGETS)) for box in received.large]
+    boxes = [(box, _cut(step, box, transfers, _SOURCE)) for box in sent.large]
+    boxes += [(box, _cut(step, box, transfers, _TARGET)) for box in received.large]
     typed = [(held, step.dtype(box)) for box, cut in boxes for held in cut]
     beside = sum(
         next_start(held.numel() * dtype.itemsize) for held, dtype in typed if not _can_travel(held, dtype, device)
@@ -186,9 +182,9 @@ def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> in
     return sent.nbytes + received.nbytes + beside
 
 
-def _cut(step: _Step, box: LargeBox, pieces: Sequence[Pieces], which: int) -> Sequence[torch.Tensor]:
+def _cut(step: _Step, box: LargeBox, transfers: Sequence[Transfer], end: _End) -> Sequence[torch.Tensor]:
     """Return a box of each of the moves of which it is one."""
-    return cut_from([pieces[move][which][box.piece] for move in step.moves(box)], box.cut)
+    return cut_from([transfers[move][end].pieces[box.piece] for move in step.moves(box)], box.cut)
 
 
 class _Beside:
@@ -219,7 +215,7 @@ class _Beside:
 
 
 def _start(
-    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, executor: Executor
+    step: _Step, bucket: torch.Tensor, transfers: Sequence[Transfer], group: Group, executor: Executor
 ) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     (transport, root, _), (sending, receiving, _) = step
@@ -227,14 +223,14 @@ def _start(
     arriving = _Beside(bucket, sending.nbytes + receiving.nbytes)
     received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
-        held = _cut(step, box, pieces, _TARGETS)
+        held = _cut(step, box, transfers, _TARGET)
         received += [(box.peer, arriving.bytes_of(piece, step.dtype(box))) for piece in held]
     leaving = _Beside(bucket, arriving.stop)
     sent = [*_stretches(sending, outgoing)]
     for box in sending.large:
-        held = _cut(step, box, pieces, _SOURCES)
+        held = _cut(step, box, transfers, _SOURCE)
         sent += [(box.peer, leaving.bytes_of(piece, step.dtype(box))) for piece in held]
-    executor.copy(*_fields(step, sending, outgoing, pieces, _SOURCES))
+    executor.copy(*_fields(step, sending, outgoing, transfers, _SOURCE))
     executor.copy(leaving.places, leaving.boxes)
     if transport is Transport.ALL_GATHER:
         stride = receiving.stacks[0].stride
@@ -247,7 +243,7 @@ def _start(
 
     def finish() -> None:
         wait()
-        places, boxes = _fields(step, receiving, incoming, pieces, _TARGETS)
+        places, boxes = _fields(step, receiving, incoming, transfers, _TARGET)
         # By the backend, which tells nobody, are those written that travel as they lie.
         executor.call(partial(torch.autograd.graph.increment_version, arriving.travelling))
         executor.copy([*boxes, *arriving.boxes], [*places, *arriving.places])
@@ -269,7 +265,7 @@ def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _fields(
-    step: _Step, side: Side, bucket: torch.Tensor, pieces: Sequence[Pieces], which: int
+    step: _Step, side: Side, bucket: torch.Tensor, transfers: Sequence[Transfer], end: _End
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the places in a bucket, shaped like what they hold, and the boxes of the pieces that belong there."""
     places: list[torch.Tensor] = []
@@ -282,7 +278,7 @@ def _fields(
             part = parts[field.part]
             for run in field.runs:
                 places += _places(typed[part.dtype], stack, field, run, len(part.moves))
-                boxes += run.of([pieces[move][which][run.piece] for move in part.moves], field.sizes)
+                boxes += run.of([transfers[move][end].pieces[run.piece] for move in part.moves], field.sizes)
     return places, boxes
 
 
@@ -298,11 +294,11 @@ def _places(typed: torch.Tensor, stack: Stack, field: Field, run: Run, moves: in
     return typed.as_strided((moves, *shape), (prod(field.sizes), *stride), first).unbind()
 
 
-def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:
+def _copy_here(step: _Step, transfers: Sequence[Transfer], executor: Executor) -> None:
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for copy in step.layout.copies:
-        moved = [pieces[move] for move in step.moves(copy)]
-        targets += cut_from([held.targets[copy.target] for held in moved], copy.target_cut)
-        sources += cut_from([held.sources[copy.source] for held in moved], copy.source_cut)
+        moved = [transfers[move] for move in step.moves(copy)]
+        targets += cut_from([transfer.target.pieces[copy.target] for transfer in moved], copy.target_cut)
+        sources += cut_from([transfer.source.pieces[copy.source] for transfer in moved], copy.source_cut)
     executor.copy(targets, sources)

@@ -14,7 +14,7 @@ from statetree.leaves.parts import unpack
 from statetree.spans.bits import same_bytes, same_view
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import overlaps_itself
-from statetree.tree.matching import matched, matched_where
+from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected_in
 
 if TYPE_CHECKING:
@@ -95,10 +95,6 @@ def partners_of(source: Manifest, like: Manifest, options: LikeOptions) -> tuple
     The first is -1 where there is none, if ``options`` allow that; otherwise structures that differ are refused.
     """
     trees = (source.spec, source.leaves), (like.spec, like.leaves)
-    if not options.keeps_like:
-        order, differences = matched(*trees[0], *trees[1])
-        raise_differences(like.verb, differences)
-        return list(range(source.spec.num_leaves)) if order is None else order, []
     masks = None
     if options.where is not None and (source.outline.counts or like.outline.counts):
         masks = masks_of(options.where, [source, like])

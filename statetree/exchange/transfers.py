@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.exchange.buckets import BucketedPlan, Buckets, Pieces, take_buckets
+from statetree.exchange.buckets import BucketedPlan, Buckets, take_buckets
 from statetree.exchange.partial_reduction import Reduction, prepare_reduction
 from statetree.exchange.plan import Chunked, Move, Transfer
 from statetree.spans.bits import as_plain
@@ -59,7 +59,7 @@ class _Leg(NamedTuple):
     """A plan with this rank's tensors, and what is done once their elements are there."""
 
     plan: BucketedPlan
-    pieces: Sequence[Pieces]
+    transfers: Sequence[Transfer]
     finish: Callable[[], None] | None
 
 
@@ -74,7 +74,7 @@ class PlannedTransfers(NamedTuple):
         """Move the elements."""
         executor.call(partial(self.group.open, self.buckets[0].device))
         for leg in self.legs:
-            leg.plan.run(leg.pieces, self.group, executor, self.buckets)
+            leg.plan.run(leg.transfers, self.group, executor, self.buckets)
             if leg.finish is not None:
                 executor.call(leg.finish)
 
@@ -82,8 +82,7 @@ class PlannedTransfers(NamedTuple):
 class TransferOptions(NamedTuple):
     """How elements are moved."""
 
-    #: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
-    key: Any
+    key: Any  # what the ranks agreed on: for one that was seen before, the plan is known
     group: Group  # the ranks
     device: torch.device  # the memory that is sent from and received into
     bucket_bytes: int  # as for ``BucketedPlan``
@@ -95,15 +94,9 @@ def plan_transfers(
 ) -> PlannedTransfers:
     """Plan how elements move, once partials are put together (``reduction``), and take the memory for it."""
     before = [] if reduction is None else [("partials", reduction.transfers, reduction.finish)]
-    legs = [
-        _Leg(
-            _planned(options, what, moved),
-            [Pieces(source.pieces, target.pieces) for source, target, _ in moved],
-            finish,
-        )
-        for what, moved, finish in [*before, ("elements", transfers, None)]
-    ]
-    sizes = [leg.plan.bucket_sizes(leg.pieces, options.device) for leg in legs]
+    moved = [*before, ("elements", transfers, None)]
+    legs = [_Leg(_planned(options, what, chosen), chosen, finish) for what, chosen, finish in moved]
+    sizes = [leg.plan.bucket_sizes(leg.transfers, options.device) for leg in legs]
     return PlannedTransfers(legs, options.group, take_buckets(sizes, options.device))
 
 
@@ -115,8 +108,6 @@ def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer])
     if known is None:
         moves = [Move(source.layout, target.layout, copied_dtype(dtype)) for source, target, dtype in transfers]
         plan = BucketedPlan(moves, group, options.bucket_bytes, source=options.source)
-        if options.key is None:
-            return plan
         known = plan, _digest(options, transfers)
     elif os.environ.get(CHECK_PLANS) and known[1] != _digest(options, transfers):
         msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"

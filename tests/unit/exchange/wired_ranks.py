@@ -6,8 +6,9 @@ from math import prod
 
 import torch
 
-from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
+from statetree.exchange.buckets import BucketedPlan, take_buckets
 from statetree.exchange.executor import Executor
+from statetree.exchange.plan import Chunked, Transfer
 from tests.pace import units
 
 TIMEOUT_S = units(30)
@@ -75,11 +76,18 @@ class WiredRanks:
         wires = Wires(size)
         self.groups = [WiredGroup(rank, wires) for rank in range(size)]
         self.plans = [BucketedPlan(moves, group, bucket_bytes, source=source) for group in self.groups]
-        self.pieces = [
+        self.transfers = [
             [
-                Pieces(
-                    [arrange(cut(elements_of(move, size), box) + rank) for box in move.source.boxes_of(rank)],
-                    [arrange(torch.full(box.sizes, -1, dtype=move.dtype)) for box in move.target.boxes_of(rank)],
+                Transfer(
+                    Chunked(
+                        move.source,
+                        [arrange(cut(elements_of(move, size), box) + rank) for box in move.source.boxes_of(rank)],
+                    ),
+                    Chunked(
+                        move.target,
+                        [arrange(torch.full(box.sizes, -1, dtype=move.dtype)) for box in move.target.boxes_of(rank)],
+                    ),
+                    move.dtype,
                 )
                 for move in moves
             ]
@@ -93,10 +101,13 @@ class WiredRanks:
         def work(rank):
             try:
                 host = torch.device("cpu")
-                plan, pieces = self.plans[rank], self.pieces[rank]
+                plan, transfers = self.plans[rank], self.transfers[rank]
                 for _ in range(times):
                     plan.run(
-                        pieces, self.groups[rank], Executor(), take_buckets([plan.bucket_sizes(pieces, host)], host)
+                        transfers,
+                        self.groups[rank],
+                        Executor(),
+                        take_buckets([plan.bucket_sizes(transfers, host)], host),
                     )
             except BaseException as error:
                 errors.append(error)
@@ -115,7 +126,9 @@ class WiredRanks:
         """Yield, for every box that a rank was to get: its rank, the move, the box, and what is there."""
         for rank in range(self.size):
             for number, move in enumerate(self.moves):
-                for box, piece in zip(move.target.boxes_of(rank), self.pieces[rank][number].targets, strict=True):
+                for box, piece in zip(
+                    move.target.boxes_of(rank), self.transfers[rank][number].target.pieces, strict=True
+                ):
                     yield rank, move, box, piece
 
     def check(self):
