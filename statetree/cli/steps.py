@@ -18,7 +18,7 @@ def is_run(directory: Path) -> bool:
     """Whether a path is a folder of steps, and no checkpoint itself."""
     try:
         is_checkpoint = (directory / ".metadata").exists() or not directory.is_dir()
-        return not is_checkpoint and any(entry.is_dir() for entry in directory.glob("step-*"))
+        return not is_checkpoint and any(each.is_dir() for each in directory.iterdir() if each.name.startswith("step-"))
     except OSError:  # whoever opens it says so
         return False
 

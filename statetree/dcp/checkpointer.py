@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import ExitStack
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, RunningSave, background_of, start
-from statetree.dcp.events import Event, local_bytes, tell
+from statetree.dcp.events import Event, is_told, local_bytes, tell
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.groups import check_same, is_first, ranks_of
 from statetree.dcp.mirror import MirroredSeries
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from statetree.tree.selection import Where
 
 T = TypeVar("T")
-
-_log = logging.getLogger("statetree")
 
 
 class Checkpointer(Schedule):
@@ -226,8 +224,7 @@ class Checkpointer(Schedule):
                 with phase("checkpointer.stage"):
                     staged = self._stager.stage(StatefulTree("async_save", state).state)
                 ended = time.monotonic()
-                is_told = self._on_event is not None or _log.isEnabledFor(logging.DEBUG)
-                nbytes = local_bytes(staged) if is_told else 0
+                nbytes = local_bytes(staged) if is_told(self._on_event) else 0
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
                 return staged
 
@@ -291,10 +288,16 @@ class Checkpointer(Schedule):
             CheckpointError: If there is none, it cannot be read, or an earlier save in the background failed; if a
                 mirror cannot be reached, and no step is given that is here; or if another process removed that step
                 meanwhile. (Without a step, the latest one is searched again.)
+            TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.load``.
         """
+        if isinstance(state, Integral):
+            raise TypeError(
+                f"restore: state must be a template, or None: expected a tree, got the number {state}. For the "
+                f"checkpoint of step {state} pass step={state}."
+            )
         step = None if step is None else as_int(step)
         with self._running.turn("restore"):
             group = self._begin("restore", "restore").group

@@ -34,6 +34,11 @@ class Event(NamedTuple):
     waited: float
 
 
+def is_told(on_event: Callable[[Event], object] | None) -> bool:
+    """Whether anybody hears of a stage, for which its bytes are counted."""
+    return on_event is not None or _log.isEnabledFor(logging.DEBUG)
+
+
 def local_bytes(tree: Any) -> int:
     """Return the bytes of the tensors of a tree that this rank holds."""
     found = (leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in flatten(tree)[0])

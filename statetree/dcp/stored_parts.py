@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 #: What says where the pieces of nested tensors begin and end.
 _JAGGED: Final = ("offsets", "lengths")
+_NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
 _COMPRESSED: Final = {
     str(layout).removeprefix("torch."): layout
     for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -93,10 +94,10 @@ class SavedParts(StoredParts):
 
 def _check_same_pieces(leaf: Any, template: Any) -> None:
     """Raise ``ValueError`` unless nested tensors are divided alike."""
-    for name in _JAGGED:
+    for name in _JAGGED if leaf.layout is torch.jagged else _NESTED:
         found, expected = getattr(leaf, name)(), getattr(template, name)()
         if expected is not None and not torch.equal(found, expected.to(found.device)):
-            raise ValueError(f"expected {name} of {expected.tolist()}, got {found.tolist()}")
+            raise ValueError(f"expected {name.strip('_')} of {expected.tolist()}, got {found.tolist()}")
 
 
 def tensor_name(facts: str) -> str:

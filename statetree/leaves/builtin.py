@@ -9,6 +9,7 @@ import torch
 
 from statetree.errors import StateTreeError
 from statetree.leaves.registry import LEAF_TYPES, REGISTERED
+from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR, forget_slots
@@ -73,7 +74,7 @@ def _recognise(cls: type) -> EngineLeafType | None:
             return getattr(import_module(f"statetree.leaves.types.{module}"), attribute)  # type: ignore[no-any-return]
     if issubclass(cls, torch.Tensor):
         if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-            return UNTRACEABLE
+            return UNINITIALIZED
         if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
             return WRAPPER
         return TENSOR if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else UNTRACEABLE

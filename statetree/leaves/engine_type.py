@@ -113,7 +113,7 @@ class EngineLeafType(LeafType):
     #: from its source, and ``similarity`` compares their classes and the tensors inside.
     opaque: bool = False
     native: bool = False  # whether values are tensors of torch itself: a strided one is nothing but a view on a storage
-    has_elements: bool = True  # whether values have elements at all (fake tensors have none)
+    has_elements: bool = True  # whether values have elements at all (fake and uninitialized tensors have none)
     registered: bool = False  # whether a user registered it, so that its context says what the parts do not
     deferred: bool = False  # whether values only stand for the tensor that ``unpack`` waits for, or reads
     local_tensor: str | None = None  # the attribute that holds all of this rank's elements of a value, if there is one

@@ -140,6 +140,8 @@ _LEAF_BASES: set[type] = set()
 #
 # What the collector calls costs something: if a signal comes while it collects, the signal's handler runs in there, and
 # Python drops what it raises (a Ctrl-C). So nothing is called as long as all classes are those of modules that stay.
+_MET: Final[dict[tuple[str, str], int]] = {}
+_HOMES: Final[dict[str, int]] = {}
 #: The flag of classes that are made as a program runs, by a ``class`` statement too. The others are never freed.
 _HEAP: Final = 1 << 9
 
@@ -151,11 +153,19 @@ def forget_later(cls: type, forget: Callable[[str, Mapping[str, int]], None]) ->
 
 
 def _stays(cls: type) -> bool:
-    """Whether a module has the class under its name, and so keeps it."""
-    found: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    return found is cls
+    """Whether a module has the class under its name, no earlier one had that, and the modules of all classes are there.
+
+    A cell of a notebook that runs twice makes a class twice; a module of plugins may be thrown away.
+    """
+    try:
+        found: Any = sys.modules[cls.__module__]
+        _HOMES.setdefault(cls.__module__, id(found))
+        for name in cls.__qualname__.split("."):
+            found = vars(found)[name]
+        known = _MET.setdefault((cls.__module__, cls.__qualname__), id(cls))
+    except (KeyError, AttributeError, TypeError, ImportError):  # of classes and modules that are like no others
+        return False
+    return found is cls and known == id(cls) and all(id(sys.modules.get(name)) == of for name, of in _HOMES.items())
 
 
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:

@@ -42,7 +42,7 @@ REFUSED = {
     "inference_tensors": r"(?s)load: the trees differ in 3 places:.*an inference tensor",
     "on_meta": r"save: cannot take the leaf at whole: .*a meta tensor, which has no elements.*to_empty",
     "fake": r"save: cannot take the leaf at fake: .*a FakeTensor, which has no elements",
-    "uninitialized": r"save: .*the leaf at parameter .*UninitializedParameter",
+    "uninitialized": r"save: cannot take the leaf at parameter: .*a UninitializedParameter, which has no elements",
     "freed": r"save: cannot take the leaf at freed: .*was freed or resized to 0 bytes.*Restore it",
     "dtensors": r"save: cannot take the leaf at partial: .*placements \(Partial\(sum\),\). Redistribute or reduce it",
 }

@@ -146,6 +146,7 @@ SPECIAL = {
     "coo": lambda n: torch.sparse_coo_tensor([[0, 2], [1, 0]], [n, n + 1.0], (3, 2), check_invariants=True).coalesce(),
     "csr": lambda n: torch.tensor([[0, n + 1], [n + 2.0, 0]]).to_sparse_csr(),
     "bsr": lambda n: torch.full((2, 2), n + 1.0).to_sparse_bsr((1, 2)),
+    "nested": lambda n: torch.nested.nested_tensor([torch.arange(2) + n, torch.arange(3) + n]),
     "jagged": lambda n: torch.nested.nested_tensor([torch.arange(2.0) + n, torch.arange(3.0) + n], layout=torch.jagged),
     "quantized": lambda n: torch.quantize_per_tensor(torch.arange(4.0) + n, 0.5, 3, torch.qint8),
     "channels": lambda n: torch.quantize_per_channel(
@@ -242,7 +243,7 @@ def test_deep_trees(tmp_path):
     ("leaf", "what"),
     [
         (torch.empty(2, device="meta"), "a meta tensor"),
-        (torch.nn.UninitializedParameter(), "UninitializedParameter"),
+        (torch.nn.UninitializedParameter(), "a UninitializedParameter, which has no elements"),
         (lambda: 0, "cannot be pickled"),
     ],
     ids=["meta", "uninitialized", "lambda"],

@@ -51,6 +51,17 @@ def sparse_compressed(new: Ramp) -> Any:
 
 
 @tree()
+def nested_strided(new: Ramp) -> Any:
+    result = torch.nested.nested_tensor([new(2, 3), new(1, 3)])
+    return {
+        "nested": result,
+        "transposed": result.transpose(1, 2),
+        "grad": torch.nested.nested_tensor([new(2), new(3)], requires_grad=True),
+        "empty": torch.nested.nested_tensor([]),
+    }
+
+
+@tree()
 def nested_jagged(new: Ramp) -> Any:
     values, offsets = new(6, 2), torch.tensor([0, 2, 2, 6])
     jagged = torch.nested.nested_tensor_from_jagged

@@ -147,7 +147,7 @@ def fake(new: Ramp) -> Any:
         return {"fake": torch.empty(2, 3).t(), "int": torch.empty(4, dtype=torch.int64)[1:], "beside": [1]}
 
 
-@tree(refused="parameter")
+@tree()
 def uninitialized(new: Ramp) -> Any:
     parameter = torch.nn.UninitializedParameter(requires_grad=False)
     return {

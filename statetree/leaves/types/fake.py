@@ -1,4 +1,4 @@
-"""Fake tensors, which have no elements."""
+"""Tensors without elements: fake ones, and the uninitialized ones of lazy modules."""
 
 from __future__ import annotations
 
@@ -41,4 +41,25 @@ def _like_fake(value: Any) -> torch.Tensor:
     return fresh.requires_grad_(value.requires_grad)
 
 
+class UninitializedType(EngineLeafType):
+    """Parameters and buffers of lazy modules, which have no shape yet."""
+
+    name = "uninitialized"
+    has_elements = False
+
+    def contents(self, value: Any) -> LeafContents:
+        context = type(value), value.requires_grad, value.device, value.dtype
+        return [], context, dict(vars(value))
+
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
+        cls, requires_grad, device, dtype = context
+        fresh: torch.Tensor = cls(requires_grad=requires_grad, device=device, dtype=dtype)
+        set_attributes(fresh, attributes)
+        return fresh
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        return {"dtype": value.dtype}
+
+
 FAKE = FakeType()
+UNINITIALIZED = UninitializedType()

@@ -1,4 +1,4 @@
-"""Layouts of torch's own tensors that are not one view on a storage: sparse and quantized ones.
+"""Layouts of torch's own tensors that are not one view on a storage: sparse, nested and quantized ones.
 
 Each is a leaf type: how the inner tensors are reached and put back.
 """
@@ -59,6 +59,36 @@ class _SparseCompressed(EngineLeafType):
         return _sparse_facts(value, {"block shape": tuple(value.detach().values().shape[1:])})
 
 
+class _StridedNested(EngineLeafType):
+    """Nested tensors of the first generation: one buffer, and the sizes, strides and offsets of the pieces in it."""
+
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        detached = value.detach()
+        pieces = [
+            detached._nested_tensor_size(),
+            detached._nested_tensor_strides(),
+            detached._nested_tensor_storage_offsets(),
+        ]
+        return [detached.values(), *pieces], None
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        buffer, *pieces = parts
+        if buffer.untyped_storage().nbytes() != buffer.nbytes:  # nested tensors take all of their storage for theirs
+            start = buffer.storage_offset() * buffer.itemsize
+            piece: Any = buffer.untyped_storage()[start : start + buffer.nbytes]
+            buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(piece, 0, buffer.shape, (1,))
+        if pieces[0].dim() != 2:  # of no components at all
+            return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
+        return torch._nested_view_from_buffer(buffer, *(piece.to("cpu") for piece in pieces))
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        return {
+            "layout": "strided nested",
+            "sizes": value._nested_tensor_size().tolist(),
+            "strides": value._nested_tensor_strides().tolist(),
+        }
+
+
 class _Quantized(EngineLeafType):
     """Quantized tensors: the integers are a view on the same storage, the scales come beside them."""
 
@@ -72,7 +102,12 @@ class _Quantized(EngineLeafType):
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         if value.is_meta:
             return [integers], (value.dtype, None)
-        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        try:
+            scheme = value.qscheme()
+        except RuntimeError:
+            msg = "the leaf at %PATH% is quantized, and has no scale: expected what torch.quantize_per_tensor makes."
+            raise UnsupportedLeaf(msg) from None
+        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [integers], (value.dtype, {"scale": value.q_scale(), "zero_point": value.q_zero_point()})
         channels = value.q_per_channel_scales(), value.q_per_channel_zero_points()
         return [integers, *channels], (value.dtype, {"axis": value.q_per_channel_axis()})
@@ -111,6 +146,7 @@ _LAYOUTS: dict[torch.layout, EngineLeafType] = {
     torch.sparse_coo: _SparseCoo(),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc), _SparseCompressed()),
 }
+_NESTED = _StridedNested()
 _QUANTIZED = _Quantized()
 
 
@@ -121,12 +157,9 @@ def special_layout(value: torch.Tensor) -> EngineLeafType | None:
         if special is None:
             raise UnsupportedLeaf(
                 f"the leaf at %PATH% has the layout {value.layout}, which has no exact copy: expected a strided, "
-                "sparse, jagged or quantized tensor. Convert it (for example with to_dense) first."
+                "sparse, nested or quantized tensor. Convert it (for example with to_dense) first."
             )
         return special
     if value.is_nested:
-        raise UnsupportedLeaf(
-            "the leaf at %PATH% is a nested tensor of the first generation: expected one of the layout torch.jagged. "
-            "Convert it with torch.nested.as_nested_tensor(leaf.unbind(), layout=torch.jagged)."
-        )
+        return _NESTED
     return _QUANTIZED if value.dtype in QUANTIZED else None

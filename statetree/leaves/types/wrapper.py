@@ -173,13 +173,13 @@ def _caches_dropped(value: Any) -> Iterator[None]:
 
 
 class UntraceableType(EngineLeafType):
-    """Wrapper subclasses that do not say what they are made of, and uninitialized parameters."""
+    """Wrapper subclasses that do not say what they are made of."""
 
     def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__
         raise UnsupportedLeaf(
-            f"the leaf at %PATH% ({cls}) cannot be taken apart: expected a tensor with elements, or a subclass with "
-            f"__tensor_flatten__ and __tensor_unflatten__. Pass one, or use register_leaf_type({cls}, ...)."
+            f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
+            f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
         )
 
     def describe(self, value: Any) -> Mapping[str, Any]:

@@ -108,6 +108,8 @@ class Delta:
             TreeMismatch: If the other's base has another structure, or is known not to be what this one makes; or if
                 only one of them takes a leaf whole whose parts have other sizes than before (a sparse tensor, say).
         """
+        if not isinstance(cast("Any", other), Delta):
+            raise TypeError(f"then: expected a Delta, got {type(other).__qualname__}.")
         if not self.table.equal(other.table):
             got = "trees of other structures, dtypes, shapes or layouts"
             raise mismatch("then", next(iter(other.changed), ""), "deltas of one tree", got, IN_A_ROW)

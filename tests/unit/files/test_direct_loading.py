@@ -166,8 +166,9 @@ class Refusing(torch.Tensor):
         raise IndexError("boom")
 
 
-def test_a_tensor_that_says_nothing_is_refused_with_its_path(tmp_path):
-    tree = {"a": {"b": torch.ones(2).as_subclass(Refusing)}}
+@pytest.mark.parametrize("make", [torch.nn.UninitializedParameter, lambda: torch.ones(2).as_subclass(Refusing)])
+def test_a_tensor_that_says_nothing_is_refused_with_its_path(make, tmp_path):
+    tree = {"a": {"b": make()}}
     with pytest.raises(
         st.CheckpointError, match=r"save: safetensors files hold only tensors.*\n.*a\.b: a .*torch says"
     ):

@@ -29,6 +29,7 @@ def rich_state():
         "neg": bits(4, dtype=torch.complex64).conj().imag,
         "sparse": torch.eye(3).to_sparse(),
         "csr": torch.eye(4).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([bits(2), bits(3)]),
         "empty": torch.empty(0, 3),
         "bool": torch.tensor([True, False]),
         "grad": bits(3).requires_grad_(),
@@ -36,7 +37,8 @@ def rich_state():
 
 
 def torch_loaded(path):
-    return torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor]):  # 2.15 does not know it by itself
+        return torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,7 +95,44 @@ with st.Checkpointer(folder) as checkpointer:
     checkpointer.save(1, {"model": model, "optim": optimizer})
     checkpointer.restore({"model": model, "optim": optimizer})
 assert gc.callbacks == [], gc.callbacks  # else a Ctrl-C that comes while garbage is collected would be lost
+
+class Own(dict):  # as in a notebook whose cell runs once more
+    pass
+
+st.offload([Own(a=1)])
+assert len(gc.callbacks) == 1
 """
+
+THROWN_AWAY = """
+import gc, sys, types, weakref, torch, statetree as st
+
+def meet(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec("class Own(dict): pass\\nclass Opaque: pass", vars(module))
+    st.offload([module.Own(a=1), module.Opaque()])
+    return module.Own, module.Opaque
+
+gone = [weakref.ref(cls) for cls in meet("plugin_1")]
+assert gc.callbacks == []
+del sys.modules["plugin_1"]
+meet("plugin_2")
+gc.collect()
+assert [each() for each in gone] == [None, None]
+
+class Odd(dict):
+    __module__ = ["x"]
+
+sys.modules["nothing"] = None
+class Lost(dict):
+    __module__ = "nothing"
+
+st.offload([Odd(a=1), Lost(a=1)])
+"""
+
+
+@pytest.mark.slow
+def test_classes_of_modules_that_are_thrown_away_are_forgotten_when_others_are_met():
+    subprocess.run([sys.executable, "-c", THROWN_AWAY], check=True)
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import torch
 
 import statetree as st
 from statetree.leaves.builtin import OPAQUE, facts, is_plain, leaf_type_of
-from statetree.leaves.types.fake import FAKE
+from statetree.leaves.types.fake import FAKE, UNINITIALIZED
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
-from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
+from statetree.leaves.types.wrapper import WRAPPER
 from tests.judge import assert_independent, assert_trees_equal, tree_differences
 from tests.repack import copies, repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES, TREES
@@ -101,8 +101,8 @@ def test_a_lone_leaf_that_cannot_be_taken_apart_is_at_the_root():
         (torch.nn.Buffer(torch.zeros(1)), TENSOR),
         (torch.zeros(1).as_subclass(PlainSubclass), TENSOR),
         (SubclassOfParameter(torch.zeros(1)), TENSOR),
-        (torch.nn.UninitializedParameter(), UNTRACEABLE),
-        (torch.nn.UninitializedBuffer(), UNTRACEABLE),
+        (torch.nn.UninitializedParameter(), UNINITIALIZED),
+        (torch.nn.UninitializedBuffer(), UNINITIALIZED),
         (TwoTensors(torch.zeros(1), torch.zeros(1)), WRAPPER),
         (torch.UntypedStorage(1), STORAGE),
         (Held(), OPAQUE),
@@ -131,7 +131,7 @@ def test_a_fake_tensor_has_its_own_leaf_type():
 
 
 def test_leaf_types_follow_the_protocol():
-    for leaf_type in (TENSOR, FAKE, STORAGE, WRAPPER, OPAQUE):
+    for leaf_type in (TENSOR, FAKE, UNINITIALIZED, STORAGE, WRAPPER, OPAQUE):
         assert isinstance(leaf_type, st.LeafType)
 
 
@@ -482,6 +482,7 @@ def test_plain_tensors_need_no_recipes():
         torch.ones(1, requires_grad=True),
         torch.eye(2).to_sparse(),
         torch.eye(2).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2)]),
         torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
         3,
         None,

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from statetree.leaves.types.fake import FAKE
+from statetree.leaves.types.fake import FAKE, UNINITIALIZED
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
 from tests.judge import assert_trees_equal
@@ -31,6 +31,7 @@ TENSOR_TREES = [
         "inference_tensors",
         "on_meta",
         "fake",
+        "uninitialized",
         "tied",
         "tied_across_dtypes",
         "parameters_and_buffers",
@@ -38,6 +39,7 @@ TENSOR_TREES = [
         "tensors_with_attributes",
         "sparse_coo",
         "sparse_compressed",
+        "nested_strided",
         "nested_jagged",
         "quantized",
         "storages",
@@ -325,8 +327,8 @@ def test_copies_of_sparse_tensors_can_be_used():
 
 
 def test_copies_of_nested_tensors_can_be_used():
-    with pytest.raises(st.UnsupportedLeaf, match=r"is a nested tensor .*layout=torch\.jagged"):
-        alone(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]))
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    assert [piece.shape for piece in alone(nested).unbind()] == [(2, 3), (1, 3)]
     jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
     again = alone(jagged)
     assert [piece.shape for piece in again.unbind()] == [(2, 3), (1, 3)]
@@ -356,7 +358,7 @@ def test_copies_of_quantized_tensors_can_be_used():
         assert torch.equal(again[name].dequantize(), made[name].dequantize())
 
 
-# Fake tensors, storages
+# Fake and uninitialized tensors, storages
 
 
 def test_fake_tensors_stay_in_their_mode():
@@ -391,9 +393,20 @@ def test_fake_tensors_on_another_device():
     assert again.device.type in {"cuda", "cpu"}
 
 
-def test_uninitialized_parameters_are_refused():
-    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x \(U\w+\) cannot be taken apart: .*with elements"):
-        st.offload({"x": torch.nn.UninitializedParameter()})
+def test_uninitialized_parameters_can_be_materialised_afterwards():
+    lazy = torch.nn.LazyLinear(3)
+    weight = st.offload({"w": lazy.weight})["w"]
+    weight.materialize((3, 2))
+    assert weight.shape == (3, 2)
+    assert isinstance(lazy.weight, torch.nn.UninitializedParameter)
+
+
+def test_uninitialized_parameters_keep_attributes():
+    parameter = torch.nn.UninitializedParameter(dtype=torch.float64)
+    parameter.note, parameter.extra = ["note"], torch.ones(1)
+    again = alone(parameter)
+    assert (type(again), again.dtype, again.note) == (torch.nn.UninitializedParameter, torch.float64, ["note"])
+    assert_trees_equal(again.extra, parameter.extra)
 
 
 def test_a_storage_and_a_tensor_on_it_are_tied():
@@ -427,6 +440,7 @@ def test_facts_differ_where_bytes_do_not_fit():
         (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
         (torch.eye(2).to_sparse_csr(), torch.eye(2).to_sparse_csc()),
         (torch.eye(4).to_sparse_bsr((2, 2)), torch.eye(4).to_sparse_bsr((1, 1))),
+        (torch.nested.nested_tensor([torch.ones(2)]), torch.nested.nested_tensor([torch.ones(3)])),
         (
             torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
             torch.quantize_per_tensor(torch.ones(2), 0.25, 0, torch.qint8),
@@ -440,6 +454,9 @@ def test_facts_differ_where_bytes_do_not_fit():
         assert facts_of(one) != facts_of(other), (one, other)
         assert facts_of(one) == facts_of(one.clone() if not one.is_meta else one)
     assert facts_of(torch.UntypedStorage(2), STORAGE) != facts_of(torch.UntypedStorage(3), STORAGE)
+    assert facts_of(torch.nn.UninitializedParameter(), UNINITIALIZED) != facts_of(
+        torch.nn.UninitializedParameter(dtype=torch.float64), UNINITIALIZED
+    )
     with FakeTensorMode():
         assert facts_of(torch.empty(2), FAKE) != facts_of(torch.empty(3), FAKE)
 
@@ -499,5 +516,5 @@ def test_quantized_tensors_on_meta_have_a_dtype_and_a_shape(per_channel):
 
 
 def test_a_quantized_tensor_without_a_scale_is_refused():
-    with pytest.raises(st.UnsupportedLeaf, match="offload: cannot take apart the leaf at w"):
+    with pytest.raises(st.UnsupportedLeaf, match="offload: the leaf at w is quantized, and has no scale"):
         st.offload({"w": torch.zeros(3, dtype=torch.int8).view(torch.qint8)})
