@@ -255,6 +255,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
             pairs = [(index, number) for number, bucket in enumerate(buckets) for index in bucket]
             entries = sorted([Entry(keys[index], f"in bucket {number}") for index, number in pairs])
             call.agree(Fingerprint("stream", entries))  # sorted, as ties decide on the order within a bucket
+        del pairs, entries
     done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
     waiting = buckets[::-1]
     for index in order:
@@ -268,7 +269,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
             yield labels[index], done.pop(index)
         except GeneratorExit:
             # At the end of the process, or of the group, whoever waits here waits for a process that ends.
-            if group is not None and group.is_alive and not sys.is_finalizing():
+            if group is not None and not sys.is_finalizing() and group.is_alive:
                 with suppress(StateTreeError):
                     if waiting:
                         _tell(group, StateTreeError("stream: this rank stopped before the end."))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.files.remote import RemotePath, is_url
+from statetree.files.remote import RemotePath, is_url, refuse_url
 from statetree.files.untrusted import printable, refuse
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ def _tolerance(text: str) -> float:
     return float(text)
 
 
+class _LocalPath(click.Path):
+    """A path. A URL is refused while it has both slashes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        refuse_url("statetree", value)
+        return super().convert(value, param, ctx)
+
+
 class _PathOrUrl(click.Path):
     """A path, or a URL that fsspec knows."""
 
@@ -84,7 +92,7 @@ _match = click.option(
 _exclude = click.option("--exclude", "excluded", multiple=True, metavar="GLOB", help="No entries that match.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _html = click.option(
-    "--html", "page", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."
+    "--html", "page", type=_LocalPath(path_type=Path), metavar="FILE", help="Write a page to look at, too."
 )
 _follow_links = click.option(
     "--follow-links", is_flag=True,

@@ -24,11 +24,16 @@ def doctor(name: str, kind: str | None, load: str | None) -> int:
     """Examine what a name stands for, and print a page about it."""
     try:
         return _examine(name, kind, load)
-    except (KeyboardInterrupt, Exception):
-        raise
-    except BaseException as error:  # an end of the process, say: Python's status for it would be taken for ours
-        did = f"raises a {type(error).__qualname__}: expected one that returns, or raises an Exception"
-        raise StateTreeError(f"doctor: {name} {did}.") from error
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, Exception) and not sys.stdout.closed):
+            raise
+        # What was asked did something that ends the examination: Python's status for it would be taken for ours.
+        did, expected = f"raises a {type(error).__qualname__}", "returns, or raises an Exception"
+        if isinstance(error, SystemExit):
+            did, expected = f"ends the process (sys.exit({error.code!r}))", "returns, or raises"
+        elif isinstance(error, Exception):
+            did, expected = "closes sys.stdout", "leaves it open"
+        raise StateTreeError(f"doctor: {name} {did}: expected one that {expected}.") from error
 
 
 def _examine(name: str, kind: str | None, load: str | None) -> int:

@@ -30,6 +30,8 @@ def read_rules(path: Path, *, inverse: bool) -> Conversion:
     unknown = sorted({*given} - _KEYS | {key for rule in rules for key in rule.keys() - _RULE_KEYS})
     if unknown:
         raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got the key {', '.join(unknown)}")
+    if not isinstance(given.get("sizes", {}), dict) or not isinstance(given.get("ignore", []), list):
+        raise _refused(path, "expected a table as sizes, and a list of globs as ignore")
     if not isinstance(given.get("strict", True), bool):
         raise _refused(path, f"expected true or false as strict, got {given['strict']!r}")
     try:

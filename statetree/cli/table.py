@@ -44,7 +44,7 @@ def write_lines(lines: Iterable[OutputLine]) -> None:
         cells += [cell.rjust(width) for cell, width in zip(row[3:5], widths[3:], strict=True)]
         cells.append(row.notes)
         if in_colour:
-            cells[0] = click.style(cells[0], bold=row.is_group or None)
+            cells[0] = click.style(cells[0], bold=True) if row.is_group else cells[0]
             cells[4:] = [click.style(cell, dim=True) if cell.strip() else cell for cell in cells[4:]]
         shown = "  ".join([cell for cell, width in zip(cells, (*widths, 1), strict=True) if width])
         sys.stdout.write(shown.rstrip() + "\n")

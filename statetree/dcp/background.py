@@ -226,8 +226,9 @@ class RunningSave:
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""
-        if self.future is not None:
-            self.future.check_thread(verb)
+        running = self.future
+        if running is not None:
+            running.check_thread(verb)
             on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
 
     def raise_error(self, verb: str) -> None:
@@ -237,6 +238,9 @@ class RunningSave:
             return
         running.check_thread(verb)
         error = running.exception()  # an interrupt while waiting leaves it to the next call
+        if self.future is not running:  # a signal's handler has saved meanwhile: its save is waited for, too
+            self.raise_error(verb)
+            return
         self.future = None
         if error is not None and not running.is_delivered:
             error.add_note("statetree: that was the last save in the background; this call began nothing")

@@ -7,6 +7,7 @@ arguments; names of other classes than metadata consists of are refused.
 from __future__ import annotations
 
 import math
+import reprlib
 from contextlib import suppress
 from itertools import pairwise
 from operator import add, le
@@ -121,17 +122,11 @@ def _content(directory: Path) -> bytes:
         raise CheckpointError(msg)
     try:
         return regular_bytes(path, _MAX_BYTES)
-    except (OSError, CheckpointError) as error:
-        what = f"{METADATA} cannot be opened: {error}"
-        if not directory.is_dir():
-            what = "there is no such directory"
-        elif isinstance(error, FileNotFoundError):
-            what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or incomplete"
-            inside_it = sorted(path.name for path in directory.iterdir() if (path / METADATA).is_file())
-            if inside_it:
-                what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
-        msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
-        raise CheckpointError(msg) from error
+    except OSError as error:
+        _raise_unreadable(directory, error)
+    except CheckpointError as error:
+        msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
+        raise CheckpointError(msg) from None
 
 
 def _parsed(directory: Path, data: bytes) -> Described:
@@ -146,6 +141,22 @@ def _parsed(directory: Path, data: bytes) -> Described:
     return found
 
 
+def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
+    if not directory.exists():
+        what = "there is no such directory"
+    elif not directory.is_dir():
+        what = "it is not a directory"
+    elif isinstance(error, FileNotFoundError):
+        what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
+        inside_it = sorted(path.parent.name for path in directory.glob(f"*/{METADATA}"))
+        if inside_it:
+            what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
+    else:
+        what = f"{METADATA} cannot be opened: {error}"
+    msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
+    raise CheckpointError(msg) from error
+
+
 def _damaged(what: str) -> NoReturn:
     raise BadPickle(what)
 
@@ -154,6 +165,12 @@ def _of(cls: type[T], value: Any) -> T:
     """Return a value that must be of a class."""
     if type(value) is not cls:
         _damaged(f"expected a {cls.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        _damaged(f"expected an offset or a length, got {reprlib.repr(value)}")
     return value
 
 
@@ -182,8 +199,7 @@ def _stored(state: Any) -> Stored:
     if state.get("transform_descriptors"):
         remedy = "Load it with torch.distributed.checkpoint, and save it again"
         _damaged(f"it is transformed (compressed, say): expected plain files. {remedy}")
-    (offset,), (length,) = (size_of([state[name]], "an offset or a length") for name in ("offset", "length"))
-    return Stored(_of(str, state["relative_path"]), offset, length)
+    return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
 
 
 def _metadata(state: Any) -> Described:
@@ -213,7 +229,7 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
     "torch.serialization._get_layout": _IGNORED,
     f"{_METADATA}._MEM_FORMAT_ENCODING": _IGNORED,
-    f"{_METADATA}.BytesStorageMetadata": Known(StoredEntry),
+    f"{_METADATA}.BytesStorageMetadata": Known(lambda: StoredEntry()),  # which takes nothing from a file
     f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
     f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
     f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,7 +49,6 @@ class Restoration:
         while True:
             try:
                 loaded = self._load()
-                break
             except CheckpointError as error:
                 damaged.append(error)
                 copy = self._by_first(lambda: self._series.copy_of(self.found))
@@ -67,15 +65,21 @@ class Restoration:
                     remedy = f"the newest older checkpoint that looks whole is of step {older.step}"
                     raise CheckpointError(f"{error} ({remedy}: pass step={older.step}, or fallback=True.)") from error
                 self.found = older
-        if damaged:
-            whose = "the mirror's copy" if self.found == self._copy else "the checkpoint"
-            warn(f"restore: took {whose} of step {self.found.step}, since another is damaged: {damaged[0]}")
-        self._tell_left()
-        return on_all_ranks("restore", self._ranks, partial(self._tree.loaded, loaded))
+            else:
+                if damaged:
+                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
+                    if self.found == self._copy:
+                        own = f"the local one is damaged: {damaged[-1]}"
+                        what = f"took the mirror's copy of step {self.found.step}, since {own}"
+                    warn(f"restore: {what}")
+                self._tell_left()
+                return on_all_ranks("restore", self._ranks, partial(self._tree.loaded, loaded))
 
     def _tell_left(self) -> None:
         """Log what the checkpoint has and no rank's template: an optimizer, say, that somebody forgot."""
-        told = self._ranks.told_once(json.dumps(sorted(self._left)).encode())
+        told = self._ranks.told_once(json.dumps(sorted(self._left)).encode() if self._left else None)
+        if sum(len(ranks) for _, ranks in told) < self._ranks.size:
+            return
         common = sorted(set[str].intersection(*[set(json.loads(text)) for text, _ in told]))
         if common and self._ranks.rank == 0:
             names = ", ".join(common[:5]) + (f" and {len(common) - 5} more" if len(common) > 5 else "")
@@ -101,11 +105,21 @@ class Restoration:
 
     def _find_instead(self) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if self.found not in [*self._series.all(), self._copy]:
-            with suppress(CheckpointError):  # nothing takes its place, or the mirror cannot be asked
-                complete, other = self._series.complete(), self._series.find("restore", self._step)
-                return None if self.found in complete else other
-        return None
+        if self.found in [*self._series.all(), self._copy]:
+            return None
+        try:
+            complete = self._series.complete()
+        except CheckpointError:  # the mirror cannot be asked: what went wrong is told
+            return None
+        if self.found in complete:
+            return None
+        if self._step is None or any(found.step == self._step for found in complete):
+            return self._series.find("restore", self._step)
+        raise CheckpointError(
+            f"restore: the checkpoint of step {self._step} in {self._series.directory} was removed while it was read: "
+            "expected it to stay. Another process saves there: restore another step, or let it keep more. Tensors of "
+            "the template may be filled in part."
+        )
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""

@@ -24,7 +24,7 @@ import torch
 from statetree.declare import phase
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.call import Call
-from statetree.exchange.group import group_of
+from statetree.exchange.group import Group, group_of
 from statetree.exchange.prepared import Preparation, preparation_under_way, preparing
 from statetree.exchange.sighting import VALUES, Sighting
 from statetree.leaves.replicas import replicated
@@ -181,6 +181,12 @@ class KeptCall:
         self._let_go()
         return True
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process group was not destroyed."""
+        group = self._process_group()
+        return group is not None and Group(group, 0, [0], "").is_alive
+
     def _note_written(self, sighting: Sighting) -> None:
         """Have the tensors say that they were written: their aliases do not share their versions."""
         torch.autograd.graph.increment_version([sighting.parts[place] for place in self._written])
@@ -282,6 +288,8 @@ def _made(
     fresh = KeptCall(verb, sighting, given, names, compares_values=compares_values)
     result = fresh.result(sighting.leaves)
     if fresh.is_repeatable:
+        for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:
+            _KEPT.pop(other, None)  # their group was destroyed: nobody repeats them, and they hold results
         _KEPT[sighting.key] = fresh
         while len(_KEPT) > _KEPT_CALLS:
             _KEPT.popitem(last=False)

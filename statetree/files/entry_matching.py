@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from statetree.tree.spec import TreeSpec
 
-_REMEDY: Final = (
-    "Nothing was read. Pass a tree like the saved one, or where=. (A fresh optimizer has no state: take it from "
-    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or step once.)"
+_REMEDY: Final = "Nothing was read. Pass a tree like the saved one, or where=."
+_EMPTY_REMEDY: Final = (
+    "Nothing was read. Fill what is empty in the tree first (a fresh optimizer has no state: take it from "
+    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or step once), or load without it."
 )
 _ABSENT: Final = "absent"
 
@@ -99,9 +100,10 @@ def matched_entries(
         found.update((i, type(leaves[i])()) for i in lists if i not in inside)
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
-        missing = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
+        missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
         left = set(range(len(values))).difference(taken) if chosen is None else set()
-        refuse_all([*missing, *_left(theirs, ours, left, partly=partly)])
+        more, has_empty = _left(theirs, ours, left, partly=partly)
+        refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
     return {index: found[index] for index in wanted if index in found}
 
 
@@ -118,14 +120,18 @@ def _under_other_names(leaves: Sequence[Any], found: Mapping[int, Any]) -> dict[
     return {index: first[key] for index, key in keys.items() if key in first}
 
 
-def _missing(theirs: _Entries, ours: _Entries, leaves: Sequence[Any], missing: Sequence[int]) -> list[Difference]:
-    """Return what a checkpoint lacks."""
+def _missing(
+    theirs: _Entries, ours: _Entries, leaves: Sequence[Any], missing: Sequence[int]
+) -> tuple[list[Difference], bool]:
+    """Return what a checkpoint lacks, and whether it has entries where a list is empty."""
     inside = {key[:length] for key in theirs.place for length in range(len(key))} if missing else set()
     by_name = dict(zip(theirs.names, theirs.paths, strict=True)) if missing else {}
     found: list[Difference] = []
+    is_empty = False
     for index in missing:
         path, wanted = ours.paths[index], "an entry of the checkpoint, since the tree has this leaf"
         if ours.keys[index] in inside or not path:
+            is_empty = is_empty or leaves[index] in ([], ())
             one = type(leaves[index]).__qualname__ + "; pass its state_dict()" * hasattr(leaves[index], "state_dict")
             found.append(Difference(path, "structure", "several entries", f"one ({one})"))
             continue
@@ -133,11 +139,13 @@ def _missing(theirs: _Entries, ours: _Entries, leaves: Sequence[Any], missing: S
             alike = f"the checkpoint has {', '.join(map(exactly, other))}"
             wanted = f"the keys {', '.join(map(exactly, path))} ({alike})"
         found.append(Difference(path, "missing", _ABSENT, wanted))
-    return found
+    return found, is_empty
 
 
-def _left(theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: set[str] | None) -> list[Difference]:
-    """Return what a checkpoint has beside a tree."""
+def _left(
+    theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: set[str] | None
+) -> tuple[list[Difference], bool]:
+    """Return what a checkpoint has beside a tree, and whether that has an empty container there."""
     containers = {_key(visit.path): visit for visit in ours.spec.walk() if visit.cls is not None} if left else {}
     empty: dict[Path, None] = {}
     found: list[Difference] = []
@@ -154,7 +162,7 @@ def _left(theirs: _Entries, ours: _Entries, left: Collection[int], *, partly: se
             partly.add(str(theirs.paths[place]))
         else:
             found.append(Difference(theirs.paths[place], "missing", "present", _ABSENT))
-    return [*(Difference(path, "length", "entries", "an empty container") for path in empty), *found]
+    return [*(Difference(path, "length", "entries", "an empty container") for path in empty), *found], bool(empty)
 
 
 def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY) -> None:

@@ -42,6 +42,8 @@ _OTHERS: Final = {
     b"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "Fetch it with: git lfs pull."),
     b"<!doctype html": ("an HTML page", "Download the file itself: a page was saved in its place."),
     b"<html": ("an HTML page", "Download the file itself: a page was saved in its place."),
+    b"GGUF": ("a GGUF file", "Convert it with the tools of llama.cpp."),
+    b"\x89HDF": ("an HDF5 file", "Load it with h5py, and save its tensors."),
 }
 
 

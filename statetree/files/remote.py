@@ -162,6 +162,7 @@ class RemotePath:
         return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in rows}
 
     def read(self, start: int, stop: int) -> bytes:
+        """Return a range of the file."""
         return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
@@ -203,6 +204,7 @@ class RemoteFiles(OpenFiles):
     is_remote = True
 
     def identity(self, path: Path) -> FileIdentity:
+        """Return what a file was when it was first looked at."""
         if path not in self._identities:
             self._identities[path] = self._now(path)
         return self._identities[path]

@@ -74,6 +74,8 @@ class TorchArchive:
         if any(name.endswith("/constants.pkl") for name in self.members):
             remedy = "Load it with torch.jit.load, and save its state_dict() with torch.save."
             self.refuse("it is a file of TorchScript, which holds code", remedy)
+        if any(name.endswith(".npy") for name in self.members):
+            self.refuse("it is a NumPy archive (.npz)", "Register a format (docs/howto/file_format.md has this one).")
         if len(pickles) != 1:
             self.refuse("it holds no data.pkl, or several: it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
@@ -177,7 +179,7 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the plain tensors that a tensor is made of; none of a dtype that no verb takes apart."""
-    with suppress(UnsupportedLeaf):
+    with suppress(UnsupportedLeaf, NotImplementedError):  # or of a function of torch.func
         return unpack("save", [tensor], list).parts
     return ()
 

@@ -44,8 +44,9 @@ def located_error(
         error.args = (message,)  # it is shown as the cause
         return UnsupportedLeaf(f"{verb}: {message}", path)
     line = str(error).strip().split("\n", 1)[0].rstrip(".")  # without the tables and advice that torch appends
-    msg = (
-        f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
-        f"{type(error).__name__}: {line[:_LONGEST]}. Convert it first, or mend or register its leaf type."
-    )
+    said = f"{type(error).__name__}: {line[:_LONGEST]}" if line else type(error).__name__
+    remedy = "Convert it first, or mend or register its leaf type."
+    if isinstance(error, MemoryError):
+        remedy = "Free memory, and try again."
+    msg = f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): {said}. {remedy}"
     return UnsupportedLeaf(msg, path)

@@ -127,7 +127,9 @@ def _check_ties(
             tied.append((one, other))
     if tied:
         found = [Difference(paths[one], "ties", "another dtype", f"one tied to {paths[other]}") for one, other in tied]
-        remedy = "Convert all leaves that share memory, or none. In the place of an object, pass its state_dict()."
+        remedy = "Convert all leaves that share memory, or none."
+        if any(other in objects for _, other in tied):
+            remedy = f"{remedy} In the place of an object, pass its state_dict()."
         raise TreeMismatch.between(verb, found, remedy)
 
 

@@ -55,8 +55,8 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
         raise TypeError(f"register_leaf_type: expected a class, got {cls!r}.")
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
     if given is not None and not isinstance(given, EngineLeafType):
-        own = [getattr(type(given), name, getattr(given, name, None)) for name in ("unpack", "pack")]
-        if not all(map(callable, own)) or LeafType.unpack in own or LeafType.pack in own:
+        named = [(getattr(given, name, None), getattr(type(given), name, None)) for name in ("unpack", "pack")]
+        if not all(callable(own) and of not in (LeafType.unpack, LeafType.pack) for own, of in named):
             msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {given!r}."
             raise TypeError(msg)
         given = RegisteredType(given, cls)

@@ -21,7 +21,8 @@ from statetree.chunks.boxes import whole_box
 from statetree.key_paths import ADDRESS, exactly
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.parts import unpack
-from statetree.leaves.types.opaque import Rest, is_array
+from statetree.leaves.types.arrays import is_array
+from statetree.leaves.types.opaque import Rest
 from statetree.leaves.types.special import special_layout
 from statetree.spans.sums import piece_sums
 

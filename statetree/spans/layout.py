@@ -94,13 +94,20 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
-    if columns.whole:
-        return
-    if columns.have_no_address:
-        path = where(list(map(is_functional, columns.tensors)).index(True))
+    try:
+        if columns.whole:
+            return
+        wrapped = columns.have_no_address
+    except (NotImplementedError, RuntimeError):  # no storage to ask
+        wrapped = True
+        if not any(map(is_transformed, columns.tensors)):
+            raise
+    if wrapped:
+        of_function = (is_functional(tensor) or is_transformed(tensor) for tensor in columns.tensors)
+        path = where(next(index for index, flag in enumerate(of_function) if flag))
         msg = (
-            f"{verb}: the leaf at {path or '<root>'} is a tensor inside torch.func.functionalize: expected one with "
-            f"memory of its own. Call {verb} outside of it."
+            f"{verb}: the leaf at {path or '<root>'} is a tensor inside a function of torch.func (vmap, grad, "
+            f"functionalize): expected one with memory of its own. Call {verb} outside of the function."
         )
         raise UnsupportedLeaf(msg, path)
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):

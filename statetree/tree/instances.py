@@ -84,7 +84,7 @@ class InstanceContainer(Container):
                 extra = _default_factory.__get__(container)
         else:
             children = list(base.__iter__(container))
-            keys = self.names or tuple(range(len(children)))
+            keys = (*self.names, *range(len(self.names), len(children)))
             if base is deque:
                 extra = _maxlen.__get__(container)
         state, are_items = self.attributes(container)

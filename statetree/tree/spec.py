@@ -195,6 +195,8 @@ class TreeSpec:
             ValueError: If it has other leaves, or the same in another order: ``None`` is a node of it, or mappings are
                 in the order of their sorted keys.
         """
+        if not hasattr(spec, "unflatten"):
+            raise TypeError(f"from_optree: expected an optree.PyTreeSpec, got {type(spec).__qualname__}.")
         tree = spec.unflatten(map(_Placeholder, range(spec.num_leaves)))
         leaves, nodes = traverse(tree, verb="from_optree")
         for index, leaf in enumerate(leaves):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -68,6 +69,11 @@ def raises_its_own(state):
     raise Own("x")
 
 
+def closes_stdout(state):
+    sys.stdout.close()
+    return dict(state)
+
+
 a_number = 3
 
 
@@ -109,10 +115,10 @@ def test_what_is_wrong_is_said_with_lines_that_show_it(arguments, kind, fault, s
         (["nothing.there:f"], r"doctor: nothing.there:f cannot be imported: expected package.module:function. ModuleN"),
         (["copy:deep"], r"doctor: copy:deep cannot be imported: .* AttributeError"),
         *[
-            (["--as", kind, f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process raises a SystemExit: ")
+            (["--as", kind, f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process ends the process (sys.e")
             for kind in ("copy", "transform")
         ],
-        ([f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process raises a SystemExit: expected one that"),
+        ([f"{HERE}:leaves_the_process"], f"doctor: {HERE}:leaves_the_process ends the process (sys.exit(0))"),
         (
             [f"{HERE}:a_number"],
             f"doctor: {HERE}:a_number cannot be called: expected package.module:function, got a int",
@@ -155,6 +161,14 @@ def test_what_raises_no_exception_is_told_so(kind, statetree):
     assert ran.status == 2
     said = "expected one that returns, or raises an Exception"
     assert f"doctor: {HERE}:raises_its_own raises a raises_its_own.<locals>.Own: {said}" in ran.err
+
+
+@pytest.mark.parametrize("options", [["--as", "copy"], ["--as", "transform"], []])
+def test_what_closes_the_output_is_told_so(options, statetree, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    ran = statetree("doctor", *options, f"{HERE}:closes_stdout")
+    assert ran.status == 2
+    assert f"doctor: {HERE}:closes_stdout closes sys.stdout: expected one that leaves it open" in ran.err
 
 
 def test_what_a_save_need_not_keep_is_listed_too(statetree):

@@ -118,7 +118,7 @@ EDITS = {
     "absent": (lambda m: m.state_dict_metadata.pop("w"), "names 'w', which it does not hold"),
     "of another sort": (lambda m: m.state_dict_metadata.update(w=BytesStorageMetadata()), "does not"),
     "beyond the end": (lambda m: setattr(info(m), "offset", 10**7), "is truncated"),
-    "negative": (lambda m: setattr(info(m), "offset", -1), "it has an offset or a length of"),
+    "negative": (lambda m: setattr(info(m), "offset", -1), "expected an offset"),
     "elsewhere": (
         lambda m: m.storage_data.update({MetadataIndex("v.b"): _StorageInfo("__0_0.distcp", 5, 90)}),
         "__0_0.distcp: the entry 'v.b'",

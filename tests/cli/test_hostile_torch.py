@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from zipfile import ZipFile, ZipInfo
 
+import numpy as np
 import pytest
 import torch
 
@@ -378,12 +379,18 @@ def test_sparse_indices_beyond_the_shape_are_refused_when_they_are_read(tmp_path
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
         (b"<!DOCTYPE html><html></html>" * 9, "an HTML page"),
+        (b"GGUF" + bytes(100), "a GGUF file"),
     ],
 )
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
 def test_what_is_often_in_the_place_of_a_checkpoint_is_named(data, words, name, tmp_path, statetree):
     (tmp_path / name).write_bytes(data)
     refused(statetree("show", tmp_path / name), words)
+
+
+def test_archives_of_numpy_are_named(tmp_path, statetree):
+    np.savez(tmp_path / "a.npz", w=np.ones(3))
+    refused(statetree("show", tmp_path / "a.npz"), "it is a NumPy archive (.npz)", "file_format.md")
 
 
 def test_scripted_modules_are_named(tmp_path, statetree):

@@ -377,6 +377,7 @@ def let_go():
         name, _ = attempt(lambda: statetree.gather(tree, group=group))
         assert name == "RankMismatch"
         check_same(statetree.gather(tree), found)
+        assert all(kept.is_alive for kept in recognition._KEPT.values())
         for number in range(3 * recognition._KEPT_CALLS):
             statetree.gather(tree, bucket_bytes=1000 + number)
         assert len(recognition._KEPT) == recognition._KEPT_CALLS

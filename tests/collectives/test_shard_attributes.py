@@ -82,7 +82,7 @@ def test_what_a_tensor_says_it_holds_is_moved(kind):
 
 def refuse():
     wrong = {
-        "global_offsets": (((0, 0),), "zip() argument 2 is longer"),
+        "global_offsets": (((0, 0),), "as many global_offsets"),
         "local_offsets": (((3, 0), (2, 0)), "inside of the shape"),
         "local_sizes": (((2, 7), (2, 7)), "inside of the shape"),
         "global_shape": ((5,), "1 dims of every shard"),

@@ -11,6 +11,7 @@ import torch
 import statetree
 from statetree import dcp
 from statetree.dcp import saving
+from statetree.dcp.background import RunningSave, SaveFuture
 from tests.judge import assert_trees_equal
 from tests.pace import units
 
@@ -94,3 +95,18 @@ def test_a_failure_in_saving_is_the_futures_and_holds_no_memory(tmp_path):
 def test_a_future_cannot_be_cancelled(gate, tmp_path):
     future = dcp.async_save({"a": 1}, checkpoint_id=tmp_path)
     assert not future.cancel()
+
+
+def test_a_save_that_a_signals_handler_began_while_another_was_waited_for_is_waited_for_too():
+    class Interrupted(SaveFuture):
+        def exception(self, timeout=None):
+            running.future = second
+            return super().exception(timeout)
+
+    running, first, second = RunningSave(), Interrupted(None), SaveFuture(None)
+    running.future = first
+    first.set_result(None)
+    second.set_exception(ValueError("of the second"))
+    with pytest.raises(ValueError, match=r"of the second"):
+        running.raise_error("save")
+    assert running.future is None

@@ -394,7 +394,7 @@ def test_the_mirrors_copy_takes_the_place_of_a_damaged_step(tmp_path, far):
     data[data.index(state(2)["w"].numpy().tobytes())] ^= 1
     damaged.write_bytes(data)
     with Checkpointer(tmp_path, mirror="memory://far") as saved:
-        with pytest.warns(UserWarning, match="took the mirror's copy of step 2, since another is damaged"):
+        with pytest.warns(UserWarning, match="took the mirror's copy of step 2, since the local one is damaged"):
             assert_trees_equal(saved.restore(), state(2))
         for name in [name for name in far.store if "/step-00000002/" in name]:
             far.rm_file(name)

@@ -193,7 +193,7 @@ def test_what_is_shared_often_is_not_shown_in_full(name, checkpoint):
     for _ in range(60):
         deep = [deep, deep]
     change(checkpoint, lambda metadata: setattr(info(metadata), name, deep))
-    refused(checkpoint, r"it has an offset or a length of \[\[")
+    refused(checkpoint, r"expected an offset or a length, got \[\[")
 
 
 def change(directory, edit):
@@ -236,8 +236,23 @@ def pieces(metadata, *boxes):
     metadata.storage_data.update({MetadataIndex("w", chunk.offsets): place for chunk in chunks})
 
 
+class TensorAsValue:
+    """Pickled as a value, with what would make it a tensor that nobody has checked."""
+
+    def __init__(self, *given):
+        self.given = given
+
+    def __reduce__(self):
+        return BytesStorageMetadata, self.given
+
+
 EDITS = {
-    "offset": (lambda m: setattr(info(m), "offset", -1), "it has an offset or a length of \\[-1"),
+    "value with a name": (lambda m: m.state_dict_metadata.update(v=TensorAsValue("x")), "cannot be read"),
+    "value with a shape": (
+        lambda m: m.state_dict_metadata.update(v=TensorAsValue(torch.float32, (-4,), ())),
+        "cannot be read",
+    ),
+    "offset": (lambda m: setattr(info(m), "offset", -1), "expected an offset or a length, got -1"),
     "past the end": (lambda m: setattr(info(m), "offset", 10**6), "is truncated: expected"),
     "length": (lambda m: setattr(info(m), "length", 10), "stored in 10 bytes: expected 4000 or more"),
     "huge": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2**62])), "impossible size"),

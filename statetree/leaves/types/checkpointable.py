@@ -30,6 +30,8 @@ def shards_of(value: Any) -> LocalChunks:
     """Return the shards that a tensor says it holds (``UnsupportedLeaf`` if that does not fit together, or it)."""
     shape = tuple(value.global_shape)
     columns = value.global_offsets, value.local_offsets, value.local_sizes
+    if len({len(column) for column in columns}) > 1:
+        raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
     found = []
     rows = [[(*map(int, entry),) for entry in column] for column in columns]
     for start, first, sizes in zip(*rows, strict=True):

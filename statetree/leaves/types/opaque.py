@@ -20,6 +20,7 @@ import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
+from statetree.leaves.types.arrays import is_array, reduced_array
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 
 #: How many bytes of buffers are compared at a time.
 _PIECE: Final = 1 << 20
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array of NumPy, which is not imported for that."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 class Borrowed(NamedTuple):
@@ -130,11 +125,14 @@ class TakeApart(pickle.Pickler):
         return index
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take apart generators of random numbers in a way of our own."""
+        """Take apart generators of random numbers, and arrays, in a way of our own."""
         if type(obj) is torch.Generator:
             return _generator, (obj.device, obj.get_state())
-        self._copies_bytes |= is_array(obj)  # NumPy makes arrays with gaps in the very bytes that it was given
-        return NotImplemented
+        if not is_array(obj):
+            return NotImplemented
+        result = reduced_array(obj)
+        self._copies_bytes |= result is NotImplemented  # NumPy's own arrays lie in the bytes that they are made of
+        return result
 
     def rest(self) -> Rest:
         """Return what was made of the value beside the tensors."""
@@ -232,6 +230,12 @@ class OpaqueType(EngineLeafType):
                 f"Leave it out of the state, or register {cls} as a container (register_container), or, if it holds no "
                 f"tensors, as an atom (register_leaf_type({cls}, None))."
             )
+            # A generator, a lock, an open file: nothing to register as a container, and no name to write.
+            if type(value).__module__ in sys.builtin_module_names:
+                remedy = (
+                    "Leave it out of the state, or register its class as an atom, passed by identity "
+                    "(register_leaf_type(type(value), None))."
+                )
             if isinstance(error, RecursionError):
                 remedy = "Raise Python's recursion limit (sys.setrecursionlimit), or nest less."
             raise UnsupportedLeaf(

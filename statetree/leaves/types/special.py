@@ -116,6 +116,9 @@ class _Quantized(EngineLeafType):
         (integers, *channels), (dtype, quantizer) = parts, context
         if integers.is_meta:  # where torch has neither quantizers nor strides
             return torch.empty(integers.shape, dtype=dtype, device="meta")
+        if quantizer is None:
+            msg = "the leaf at %PATH% is quantized and on meta, without a scale: expected one with elements."
+            raise UnsupportedLeaf(msg)
         make: Any = torch._empty_per_channel_affine_quantized if channels else torch._empty_affine_quantized
         named = dict(zip(("scales", "zero_points"), channels, strict=False))
         fresh: torch.Tensor = make(integers.shape, dtype=dtype, device=integers.device, **quantizer, **named)

@@ -161,8 +161,7 @@ class Delta:
 
     def found_in(self, state: StateParts) -> dict[str, int]:
         """Return the leaves of a tree by their names."""
-        if not has_elements(self.table) or self.table.dtype != torch.int64 or self.table.dim() != 1:
-            raise damaged(state.verb, "table", "expected an int64 for each leaf")
+        self.check_table(state.verb)
         leaf_of = {key: leaf for leaf, key in enumerate(state.keys)}
         found, expected = state.table().tolist(), self.table.tolist()
         known = set(expected)
@@ -173,6 +172,11 @@ class Delta:
         if unknown or found != expected:
             raise mismatch(state.verb, unknown, f"{len(expected)} leaves", f"{len(found)}")
         return leaf_of
+
+    def check_table(self, verb: str) -> None:
+        """Raise ``TreeMismatch`` unless the table can be one."""
+        if not has_elements(self.table) or self.table.dtype != torch.int64 or self.table.dim() != 1:
+            raise damaged(verb, "table", "expected an int64 for each leaf")
 
 
 @quietly

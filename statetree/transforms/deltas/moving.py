@@ -46,6 +46,7 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     state.manifest.check_readable()
     (layouts,) = run.layouts(state.manifest)
     run.expect()
+    delta.check_table(run.verb)
     rows = _rows(state)  # the same on every rank
     told: dict[str, list[TensorChange]] = {key: [] for key in rows}
     for name, change in delta.tensors.items():

@@ -86,3 +86,12 @@ def test_a_tensor_without_its_storage_is_refused_with_its_path(make, tmp_path):
     with pytest.raises(st.UnsupportedLeaf, match=r"save: .* at a\.w: .* freed or resized to 0 bytes"):
         st.save({"a": {"w": make(), "x": torch.ones(2)}}, tmp_path / "a.pt")
     assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_tensor_inside_a_function_of_torch_func_is_refused_with_its_path(tmp_path):
+    def save(value):
+        with pytest.raises(st.CheckpointError, match=r"torch cannot save the leaf at a\.w"):
+            st.save({"a": {"w": value}}, tmp_path / "a.pt")
+        return value
+
+    torch.func.vmap(save)(torch.ones(2, 3))

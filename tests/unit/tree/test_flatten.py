@@ -3,7 +3,7 @@
 import pickle
 import re
 import time
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
 
 import pytest
@@ -685,6 +685,8 @@ def test_only_mappings_with_tensors_in_their_keys_are_leaves_of_a_copy():
 
 
 def test_a_spec_is_what_flatten_returned():
+    with pytest.raises(TypeError, match=r"from_optree: expected an optree.PyTreeSpec, got list"):
+        st.TreeSpec.from_optree([1])
     with pytest.raises(TypeError, match=r"unflatten: expected the TreeSpec that flatten returned, got list"):
         st.unflatten([1], [2])
     with pytest.raises(TypeError, match=r"from_flat: expected the TreeSpec that to_flat returned, got bool"):
@@ -735,3 +737,18 @@ def test_a_whole_object_as_a_tree_is_warned_of(verb, whole):
 
 def test_an_object_inside_a_container_is_meant():
     assert isinstance(st.offload([torch.nn.Linear(2, 2)])[0], torch.nn.Linear)
+
+
+class Longer(namedtuple("Longer", "x y")):
+    """A namedtuple that has more items than fields."""
+
+    def __new__(cls, *items):
+        return tuple.__new__(cls, items)
+
+
+def test_items_of_a_namedtuple_beyond_its_fields_are_kept():
+    tree = {"a": Longer(0, 1, 2)}
+    flat, spec = st.to_flat(tree)
+    assert flat == {"a.x": 0, "a.y": 1, "a.2": 2}
+    again = st.from_flat(flat, spec)
+    assert (type(again["a"]), tuple(again["a"])) == (Longer, (0, 1, 2))
