@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed, is_registered
+from statetree.leaves.builtin import is_distributed, is_registered, leaf_type_of
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated, with_leaves
 from statetree.spans.memory import Memory
+from statetree.spans.overlaps import once
+from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +36,25 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bo
         fresh = with_leaves(spec, leaves, indices, allocate)
         for index, leaf in fresh.items():
             result[index] = leaf
+            if _has_tensors_beside(verb, leaves[index]):
+                _fill(verb, leaf, leaves[index])
     return result
+
+
+def _has_tensors_beside(verb: str, leaf: Any) -> bool:
+    """Whether a leaf has Python attributes with tensors: elements arrive for its own tensors alone."""
+    leaf_type = leaf_type_of(type(leaf)) if getattr(leaf, "__dict__", None) else None
+    carried = leaf_type.contents(leaf)[2] if leaf_type is not None else None
+    values = list(carried.values()) if type(carried) is dict else [carried]
+    return bool(carried and unpack(verb, values, list, memory=False).parts)
+
+
+def _fill(verb: str, fresh: Any, leaf: Any) -> None:
+    """Copy all that is there of a leaf, with its attributes: what arrives is written over it."""
+    made, given = (unpack(verb, [each], lambda: [Path()]).parts for each in (fresh, leaf))
+    pairs = [once(a, b) for a, b in zip(made, given, strict=True) if not b.is_meta]
+    found = [pair for pair in pairs if pair is not None]
+    copy_each([target for target, _ in found], [source for _, source in found])
 
 
 def _device_of(leaf: Any, *, keep_meta: bool) -> torch.device:

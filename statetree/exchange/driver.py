@@ -247,7 +247,8 @@ class Exchange(Call):
             for manifest in [source, *target.manifests]:
                 if manifest is not None and manifest.recipes:  # of divided leaves, what ranks hold alike is compared
                     preparation.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)
-                    if not manifest.written:
+                    of_one_rank = manifest is source and self.options.get("src") is not None
+                    if not (manifest.written or of_one_rank):
                         preparation.told.append(manifest.assumed)
             preparation.hold(target.source.spec, target.leaves, target.touched())
         return target.finish()

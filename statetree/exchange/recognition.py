@@ -202,11 +202,15 @@ _LOST: Final[list[Sighting]] = []
 
 
 def _moved(move: Callable[[], None], sighting: Sighting) -> None:
-    """Communicate, and if that fails hold what the call was given for good: a backend may go on for a while."""
+    """Communicate, and if that fails hold what the call was given for good: a backend may go on for a while.
+
+    It may after an interrupt, too. What is refused before anything is sent is not held.
+    """
     try:
         move()
-    except RankMismatch:
-        _LOST.append(sighting)
+    except BaseException as error:
+        if isinstance(error, RankMismatch) or not isinstance(error, StateTreeError):
+            _LOST.append(sighting)
         raise
 
 

@@ -167,7 +167,7 @@ def lie_alike(
             return False
     facing = list(zip(pair, other, strict=True))
     for a, b in facing:
-        if a.dtype != b.dtype or storage_key(a.untyped_storage()) != storage_key(b.untyped_storage()):
+        if (converted and a.dtype != b.dtype) or storage_key(a.untyped_storage()) != storage_key(b.untyped_storage()):
             return False
     return len({Fraction(a.data_ptr() - b.data_ptr(), a.itemsize) for a, b in facing}) == 1
 

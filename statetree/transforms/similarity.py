@@ -290,6 +290,7 @@ def _lost_ties(opaque: Collection[int], left: _Parts, right: _Parts) -> list[tup
         parts = Columns([sources.tensors[index] for index in inside])
         copied, written = (Columns([side.tensors[index] for index in outside]) for side in (sources, targets))
         partners = {place: targets.tensors[index] for place, index in enumerate(inside)}
-        lost = object_ties(parts, copied, written, partners.copy).lost
-        found += [(left.leaves[inside[part]], left.leaves[outside[source]], *told) for part, source in lost]
+        ties = object_ties(parts, copied, written, partners.copy)
+        memory = [*outside, *(inside[part] for part in ties.written)]  # in the order in which ``lost`` counts
+        found += [(left.leaves[inside[part]], left.leaves[memory[source]], *told) for part, source in ties.lost]
     return found

@@ -128,6 +128,22 @@ def test_prepared_calls_move_them(world_size):
     run_ranks(world_size, prepare_and_change)
 
 
+def prepare_from_one_rank():
+    mesh, is_source = mesh_of(dist.get_world_size()), dist.get_rank() == 0
+    for make in (wrapped, around):
+        like, full = zeroed(make(mesh, [Shard(0)])), TwoTensor(A.clone(), A + 1)
+        with st.prepare(st.distribute, {"w": full} if is_source else None, {"w": like}, src=0, in_place=True) as sync:
+            for step in range(3):
+                full.a.add_(step)
+                sync()
+                assert torch.equal(st.gather({"w": like})["w"].a, A + sum(range(step + 1)))
+
+
+@RANKS
+def test_prepared_calls_move_what_one_rank_holds_whole(world_size):
+    run_ranks(world_size, prepare_from_one_rank)
+
+
 def keep_replicas():
     value = wrapped(mesh_of(dist.get_world_size()), [Replicate()])
     kept = st.partition_replicas({"w": value})["w"]

@@ -434,3 +434,19 @@ def see_twice():
 
 def test_few_leaves_and_many_bytes_are_not_kept():
     run_ranks(2, see_twice)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_held"),
+    [(KeyboardInterrupt(), True), (statetree.RankMismatch("late"), True), (statetree.TreeMismatch("no", []), False)],
+    ids=["interrupt", "timeout", "refused"],
+)
+def test_what_a_backend_may_still_write_into_is_held(error, is_held, monkeypatch):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(recognition, "_LOST", [])
+    with pytest.raises(type(error)):
+        recognition._moved(fail, "the tensors")
+    held = recognition._LOST
+    assert held == (["the tensors"] if is_held else [])

@@ -58,3 +58,43 @@ def test_an_expanded_tensor_tied_to_another_is_not_like_untied_ones_of_other_val
     assert not st.similarity(tied, untied, values=False)
     with pytest.raises(st.TreeMismatch, match="overlap"):
         st.copy_into(untied, tied)
+
+
+class Holder:
+    def __init__(self, *tensors):
+        self.tensors = list(tensors)
+
+
+def of_another_dtype(base):
+    return {"w": base.view(3, 4), "o": Holder(base[2:7].view(torch.int32))}
+
+
+def imaginary(base):
+    value = torch.complex(base, base + 100)
+    return {"w": value, "o": Holder(value.imag)}
+
+
+def beyond(base):
+    return {"w": base[2:8], "x": base[6:10], "o": Holder(base.view(torch.uint8)[4:40])}
+
+
+@pytest.mark.parametrize("make", [of_another_dtype, imaginary, beyond])
+def test_objects_may_hold_views_of_another_dtype(make):
+    source, target = make(torch.arange(12.0)), make(torch.arange(12.0) + 50)
+    assert st.similarity(source, source)
+    copied = st.copy_into(source, target)
+    assert copied["w"] is target["w"]
+    assert torch.equal(copied["w"], source["w"])
+    (view,), (expected,) = copied["o"].tensors, source["o"].tensors
+    assert torch.equal(view, expected)
+    assert view.untyped_storage().data_ptr() == target["w"].untyped_storage().data_ptr()
+    assert st.similarity(source, copied)
+
+
+def test_what_differs_is_told_where_a_part_of_an_object_that_is_written_is_viewed_otherwise():
+    base = torch.arange(12.0)
+    tree = {"w": base[2:7], "o": Holder(base, base[8:12].view(torch.int32)), "far": torch.zeros(2)}
+    assert st.similarity(tree, tree)
+    other = st.offload(tree)
+    other["far"] += 1
+    assert [str(path) for path, *_ in st.similarity(tree, other).differences] == ["far"]
