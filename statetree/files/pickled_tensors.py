@@ -124,6 +124,8 @@ def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, r
             raise BadPickle("it has a quantized tensor of more elements than its storage holds")
     else:
         _view(storage, offset, size, stride)
+    if memory.device.type == "meta":
+        return _without_elements()
     # Hooks are left out: tensors that hold each other as hooks free each other on a stack that nobody checks.
     return torch._utils._rebuild_qtensor(  # noqa: SLF001
         storage, offset, size, stride, scheme, bool(requires_grad), OrderedDict()
@@ -141,7 +143,14 @@ def _sparse(layout: Any, data: Any) -> Any:
 
 
 def _nested(*parts: Any) -> Any:
-    return torch._utils._rebuild_nested_tensor(*_strided(parts))  # noqa: SLF001
+    if any(part.is_meta for part in _strided(parts)):
+        return _without_elements()
+    return torch._utils._rebuild_nested_tensor(*parts)  # noqa: SLF001
+
+
+def _without_elements() -> torch.Tensor:
+    """Return what stands for a tensor that torch makes only with its elements: on ``meta``, and on no storage."""
+    return torch.empty(0, device="meta")
 
 
 def _strided(parts: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -189,7 +198,7 @@ def _generator(state: Any, device: Any) -> torch.Generator:
     made.manual_seed(seed)
     if offset is not None:
         made.set_offset(offset)
-    return made.set_state(data.clone())
+    return made if data.is_meta else made.set_state(data.clone())
 
 
 _KNOWN: Final[dict[str, Known]] = {

@@ -221,9 +221,14 @@ class StoredTensor:
             found = torch.empty(0, dtype=self.dtype, device="cpu")
             itemsize = self.dtype.itemsize
             is_aligned = piece.file.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
-            if is_aligned and not any(piece.bits) and tuple(piece.stride) == tuple(self.stride()):
-                return found.set_(mapped, piece.offset, self.shape, piece.stride)
-        return self.read()
+            # An outline on meta lacks the elements alone: what else the tensor is comes from there.
+            bits = self.outline.is_conj(), self.outline.is_neg()
+            if is_aligned and piece.bits == bits and tuple(piece.stride) == tuple(self.stride()):
+                found = found.set_(mapped, piece.offset, self.shape, piece.stride)
+                if any(bits):
+                    set_bits(found, conj=bits[0], neg=bits[1])
+                return _seen_as(self, found)
+        return _seen_as(self, self.read())
 
     def look_again(self) -> None:
         """Have its file checked once more, when the verb ends that reads its elements."""
@@ -377,7 +382,7 @@ def _read_whole(stored: StoredTensor) -> Any:
     return with_checks(lambda: copied_leaves("read", [stored.tensor()], lambda: [Path()])[0])
 
 
-def _seen_as(stored: StoredTensor, tensor: Any) -> Any:
+def _seen_as(stored: StoredTensor, tensor: torch.Tensor) -> torch.Tensor:
     is_so = kind_of(tensor) == kind_of(stored.outline)
     return tensor if is_so else identified(tensor.detach(), stored.outline)
 

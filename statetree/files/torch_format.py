@@ -43,6 +43,8 @@ _REFUSED: Final = "torch.distributed.device_mesh.DeviceMesh"
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
 _ALIGNMENT: Final = 16
+#: What is made of elements as the pickle is read, but for strided tensors, whose elements can be read later.
+_MADE_OF_ELEMENTS: Final = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage, torch.Generator)
 #: The part of what ``torch.load`` says that is not advice for its callers.
 _REASON: Final = re.compile(
     r"(?:WeightsUnpickler error: |(?=Unsupported (?:global|class|operand)|Trying to load))(.*?)(?:\. | Check the doc|$)"
@@ -61,6 +63,7 @@ class TorchArchive:
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._stored: dict[int, StoredTensor] = {}
+        self._num_references = 0  # to storages in its pickle
         self._prefix = ""
         self._legacy_pickle: bytes | None = None
         if file.length >= len(LEGACY[0]) and file.read(0, len(LEGACY[0]), "its beginning") in LEGACY:
@@ -102,6 +105,7 @@ class TorchArchive:
 
     def read(self, device: str = "cpu") -> Any:
         """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file."""
+        self._num_references = 0
         data = self._content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
         try:
             with warnings.catch_warnings():
@@ -113,6 +117,7 @@ class TorchArchive:
 
     def _memory(self, device: str, key: str, count: int, itemsize: int) -> torch.UntypedStorage:
         """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
+        self._num_references += 1
         member = self.members.get(f"{self._prefix}data/{key}" if self._legacy_pickle is None else key)
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
@@ -138,6 +143,17 @@ class TorchArchive:
         offset, bits = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
         return StoredPiece(whole_box(tensor.shape), file, tensor.stride(), offset, bits)
 
+    def needs_elements(self, tree: Any) -> bool:
+        """Whether a tree that was read on ``meta`` holds what cannot be read later, unlike a strided leaf."""
+        leaves = {id(leaf): leaf for leaf in flatten(tree)[0]}
+        others = [leaf for leaf in leaves.values() if self.piece(leaf) is None]
+        if any(isinstance(leaf, _MADE_OF_ELEMENTS) for leaf in others):
+            return True
+        # A pickle refers to a storage once for each tensor. If there are more, some are no leaves: they lie in a set or
+        # an attribute, say, or in an object that is not loaded, of which nothing is needed.
+        has_more = self._num_references > len(leaves) - len(others)
+        return has_more and (not self.foreign or any(map(_has_inside, leaves.values())))
+
     def stored(self, leaf: Any) -> Any:
         """Return what stands for a leaf of the tree, one object for each."""
         if isinstance(leaf, (torch.UntypedStorage, torch.storage.TypedStorage)):
@@ -160,6 +176,12 @@ class TorchArchive:
         for member in members:
             member.verify(self.file)
         return len(members)
+
+
+def _has_inside(leaf: Any) -> bool:
+    """Whether a leaf may hold tensors beside what it is itself."""
+    is_made = not isinstance(leaf, StoredObject)
+    return is_made and (isinstance(leaf, (set, frozenset)) or bool(getattr(leaf, "__dict__", None)))
 
 
 def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Tensor | None) -> None:
@@ -205,9 +227,8 @@ class TorchFormat(CheckpointFormat):
         def read(shard: FileRange) -> Any:
             archives.append(TorchArchive(shard))
             tree = archives[-1].read("meta" if files.is_remote else "cpu")
-            tensors = [leaf for leaf in flatten(tree)[0] if files.is_remote and isinstance(leaf, torch.Tensor)]
-            if any(archives[-1].piece(tensor) is None for tensor in tensors):
-                tree = archives[-1].read()  # of what is made of several tensors, all are needed
+            if files.is_remote and archives[-1].needs_elements(tree):
+                tree = archives[-1].read()
             return map_leaves(archives[-1].stored, tree)
 
         def read_mapping(shard: FileRange) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import fractions
+
 import fsspec
 import pytest
 import torch
@@ -75,6 +78,90 @@ def test_sparse_tensors_come_back(memory):
     state = {"s": torch.eye(3).to_sparse(), "w": bits(4)}
     st.save(state, "memory://run/a.pt")
     assert_trees_equal(st.load("memory://run/a.pt"), state)
+
+
+def with_note(note):
+    tensor = bits(5)
+    tensor.note = note
+    return tensor
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.qint8)
+
+
+def generator():
+    made = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=made)
+    return made
+
+
+MADE_OF_ELEMENTS = {
+    "quantized": quantized,
+    "quantized per channel": lambda: torch.quantize_per_channel(
+        torch.arange(6.0).view(3, 2), torch.ones(3), torch.zeros(3), 0, torch.qint8
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)]),
+    "storage": lambda: bits(4).untyped_storage(),
+    "storage of a tensor": lambda: (lambda tensor: [tensor, tensor.untyped_storage()])(bits(4, dtype=torch.uint8)),
+    "inside": lambda: with_note({"of": bits(3)}),
+    "inside, tied": lambda: (lambda tensor: [tensor, argparse.Namespace(of=tensor[:2])])(bits(4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|TypedStorage|quantize|torch.ao)")
+@pytest.mark.parametrize("make", MADE_OF_ELEMENTS.values(), ids=MADE_OF_ELEMENTS)
+def test_what_torch_makes_with_its_elements_alone_comes_back(make, tmp_path):
+    torch.save({"a": make(), "w": bits(4)}, tmp_path / "a.pt")
+    assert_trees_equal(st.load(f"file://{tmp_path}/a.pt"), st.load(tmp_path / "a.pt"))
+
+
+def test_a_generator_comes_back(tmp_path):
+    torch.save({"a": generator()}, tmp_path / "a.pt")
+    assert torch.equal(st.load(f"file://{tmp_path}/a.pt")["a"].get_state(), generator().get_state())
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|torch.ao)")
+def test_what_lies_beside_objects_that_are_not_loaded_comes_back(tmp_path):
+    state = {"note": with_note(bits(3)), "q": quantized(), "odd": fractions.Fraction(1, 2)}
+    torch.save(state, tmp_path / "a.pt")
+    for name in ("note", "q"):
+        assert_trees_equal(st.load(f"file://{tmp_path}/a.pt", where=name), {name: state[name]})
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|torch.ao)")
+def test_a_damaged_quantized_tensor_is_told_as_what_it_is(memory):
+    st.save({"q": quantized()}, "memory://run/a.pt")
+    name = next(iter(memory.store))
+    data = memory.cat_file(name)
+    assert data.count(b"_rebuild_qtensor") == 1
+    memory.pipe_file(name, data.replace(b"K\x06\x85", b"K\x60\x85", 1))
+    with pytest.raises(CheckpointError, match=r"a tensor of shape \(96,\) on a storage, which would end at byte 96"):
+        st.load("memory://run/a.pt", verify=False)
+
+
+BESIDE_ELEMENTS = {
+    "Parameter": lambda: torch.nn.Parameter(bits(3, 2)),
+    "frozen Parameter": lambda: torch.nn.Parameter(bits(3, 2), requires_grad=False),
+    "transposed Parameter": lambda: torch.nn.Parameter(bits(3, 2).t()),
+    "Buffer": lambda: torch.nn.Buffer(bits(3)),
+    "requires_grad": lambda: bits(3).requires_grad_(),
+    "attributes": lambda: with_note({"of": ["a", 1]}),
+    "conjugate": lambda: torch.complex(bits(3, 2), bits(3, 2)).t().conj(),
+    "negative": lambda: torch.complex(bits(3), bits(3)).conj().imag,
+}
+
+
+@pytest.mark.parametrize("make", BESIDE_ELEMENTS.values(), ids=BESIDE_ELEMENTS)
+def test_what_a_tensor_is_beside_its_elements_comes_back(make, memory):
+    torch.manual_seed(0)
+    state = {"a": make(), "large": bits(500, 1000)}
+    state["b"] = state["a"]
+    st.save(state, "memory://run/a.pt")
+    assert_trees_equal(st.load("memory://run/a.pt"), state)
+    checkpoint = formats.opened("memory://run/a.pt")
+    assert_trees_equal(st.offload({name: checkpoint.tree[name] for name in "ab"}), {name: state[name] for name in "ab"})
+    assert checkpoint.files.nbytes_read < 60_000  # the large one is left where it is
 
 
 def test_several_files_are_read_by_their_index(memory):
