@@ -276,18 +276,23 @@ class TorchFormat(CheckpointFormat):
             what = f"the {_culprit(tree, refused)} holds what torch.load(weights_only=True) refuses: {refused}"
             remedy = "Leave it out (select), or save a directory (a name without suffix)."
             raise CheckpointError(f"save: {what}. {remedy}")
-        foreign = _foreign(folder / name)
+        foreign = _foreign(folder / name) if _may_be_foreign(leaves) else []
         if foreign:
             what = f"load makes no objects of what the torch file holds ({', '.join(foreign[:5])})"
             warn(f"save: {what}. Read it with torch.load, or save a directory (a name without suffix).")
         return [name]
 
 
-def _foreign(path: Path) -> list[str]:
-    """Return the names of classes that torch.load makes, since users have it admit them, and nothing here does."""
+def _may_be_foreign(leaves: Sequence[Any]) -> bool:
+    """Whether torch.load may make what nothing here does: users have it admit classes, and torch jagged tensors."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.layout is torch.jagged for leaf in leaves):
+        return True
     classes = [listed[0] if isinstance(listed, tuple) else listed for listed in torch.serialization.get_safe_globals()]
-    if all(str(getattr(listed, "__module__", "torch")).split(".")[0] == "torch" for listed in classes):
-        return []
+    return any(str(getattr(listed, "__module__", "torch")).split(".")[0] != "torch" for listed in classes)
+
+
+def _foreign(path: Path) -> list[str]:
+    """Return the names of classes in a file of which nothing here makes objects."""
     archive = TorchArchive(OpenFiles(verify=False).open(path))
     with suppress(CheckpointError):  # of leaves that are made of elements, which are not read
         leaves = flatten(archive.read("meta"))[0]

@@ -69,6 +69,13 @@ def test_what_torch_alone_reads_is_warned_of(tmp_path):
         st.save({"a": torch.ones(2)}, tmp_path / "b.pt")  # without a warning, which would be an error here
 
 
+def test_a_jagged_tensor_is_warned_of(tmp_path):
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.warns(UserWarning, match=r"load makes no objects of what the torch file holds \(.*NestedTensor"):
+        st.save({"a": jagged}, tmp_path / "a.pt")
+    assert torch.equal(torch.load(tmp_path / "a.pt")["a"].values(), jagged.values())
+
+
 def test_a_container_that_torch_does_not_load_is_named_with_its_path(tmp_path):
     state = {"a": [{"w": torch.ones(2), "queue": deque([torch.ones(2)])}]}
     with pytest.raises(st.CheckpointError, match=r"save: the deque at a\.0\.queue holds what .* collections\.deque"):
