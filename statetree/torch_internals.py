@@ -190,8 +190,9 @@ def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(copied_dtype(tensor.dtype)) if tensor.dtype in COPIED_AS_INTEGERS else tensor
 
 
-#: Makes a view whose negative bit is the other way about.
-negated_view: Final[Any] = torch._neg_view
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose negative bit is the other way about."""
+    return torch._neg_view(tensor)
 
 
 def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

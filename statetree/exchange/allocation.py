@@ -52,9 +52,9 @@ def _has_tensors_beside(verb: str, leaf: Any) -> bool:
 def _fill(verb: str, fresh: Any, leaf: Any) -> None:
     """Copy all that is there of a leaf, with its attributes: what arrives is written over it."""
     made, given = (unpack(verb, [each], lambda: [Path()]).parts for each in (fresh, leaf))
-    pairs = [once(a, b) for a, b in zip(made, given, strict=True) if not b.is_meta]
-    found = [pair for pair in pairs if pair is not None]
-    copy_each([target for target, _ in found], [source for _, source in found])
+    both = [(a, b) for a, b in zip(made, given, strict=True) if not b.is_meta]
+    pairs = [pair for a, b in both if (pair := once(a, b)) is not None]  # always: they overlap themselves alike
+    copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _device_of(leaf: Any, *, keep_meta: bool) -> torch.device:

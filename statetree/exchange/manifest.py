@@ -136,6 +136,8 @@ class Manifest:
 
     def are_blocks_of_one(self, a: int, b: int) -> bool:
         """Whether two parts are blocks of one leaf: they are apart, though their addresses may not tell."""
+        if not self.recipes:
+            return False
         owners, paths = self.outline.owners(), self.outline.spec.paths()
         return owners[a] == owners[b] and isinstance(self.recipes.get(paths[owners[a]]), LaidOutRecipe)
 
@@ -160,6 +162,8 @@ class Manifest:
 
     def largest_parts(self) -> dict[int, int]:
         """Return, for each distributed part of a leaf that is divided, the largest part of that leaf."""
+        if not self.recipes:
+            return {}
         parts: dict[int, list[int]] = {}
         for index, owner in enumerate(self.outline.owners()):
             if owner in self.outline.counts and index in self.chunks:

@@ -15,6 +15,7 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, pass_on_from_signal, warn
+from statetree.exchange.manifest import is_strided
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
 from statetree.files.filling import check_elements
@@ -27,6 +28,7 @@ from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_mem
 from statetree.files.unpickling import BadPickle, StoredObject, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.leaves.parts import unpack
+from statetree.spans.layout import holds_memory
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
@@ -135,8 +137,7 @@ class TorchArchive:
 
     def piece(self, tensor: Any) -> StoredPiece | None:
         """Return where the elements of a strided tensor lie; ``None`` if it is none, but something else in the tree."""
-        is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        is_view = is_strided and not tensor.is_nested and not tensor.is_quantized
+        is_view = type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_strided(tensor)
         file = self._places.get(storage_key(tensor.untyped_storage())) if is_view else None
         if file is None:
             return None
@@ -201,7 +202,9 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the plain tensors that a tensor is made of; none of a dtype that no verb takes apart."""
-    with suppress(UnsupportedLeaf, NotImplementedError):  # or of a function of torch.func
+    if type(tensor) is torch.Tensor and not tensor.__dict__ and is_strided(tensor):  # the usual case
+        return [tensor]
+    with suppress(UnsupportedLeaf):
         return unpack("save", [tensor], list).parts
     return ()
 
@@ -256,12 +259,12 @@ class TorchFormat(CheckpointFormat):
         """Write a file, of each storage what lies between the first and the last element that the tree has."""
         tree = whole_tensors(tree)
         leaves, spec = flatten(tree)
-        for path, leaf in zip(spec.paths(), leaves, strict=True):  # torch writes a file that nobody can read
-            for part in _parts_of(leaf) if isinstance(leaf, torch.Tensor) else ():
-                if not part.is_meta:
-                    check_elements("save", part, path)
+        for index, leaf in enumerate(leaves):
+            parts = _parts_of(leaf) if isinstance(leaf, torch.Tensor) else ()
+            for part in [part for part in parts if not holds_memory(part)]:  # torch writes what nobody can read
+                check_elements("save", part, spec.paths()[index])
         try:
-            save_as(offload(tree) if _is_loose(tree) else tree, folder / name)
+            save_as(offload(tree) if _is_loose(leaves) else tree, folder / name)
         except (CheckpointError, OSError):
             raise
         except Exception as error:  # whatever the values' own methods raise
@@ -313,10 +316,10 @@ def _culprit(tree: Any, refused: str = "") -> str:
     return "tree"
 
 
-def _is_loose(tree: Any) -> bool:
+def _is_loose(leaves: Sequence[Any]) -> bool:
     """Whether storages are much larger than what the tree's tensors view of them."""
     held: dict[int, tuple[int, int, int]] = {}
-    for tensor in flatten(tree)[0]:
+    for tensor in leaves:
         found = extent(tensor)
         if found is not None:
             key, begin, stop = found

@@ -81,7 +81,10 @@ class HeldMemory:
         same_memory = (owners, sizes) == (self._owners, self._sizes) and addresses(parts) == self._addresses
         if same_memory and self._looks_alike is not None and self._looks_alike(parts):
             return None
-        now = [*zip_longest(owners, sizes, *_facts(Columns(parts)))]
+        facts = _facts(Columns(parts))
+        if same_memory and facts == self._known:
+            return None
+        now = [*zip_longest(owners, sizes, *facts)]
         then = [*zip(self._owners, self._sizes, *self._known, strict=True)]
         changed = next((index for index, pair in enumerate(zip_longest(now, then)) if pair[0] != pair[1]), None)
         return None if changed is None else self._spec.paths()[self._owners[min(changed, len(then) - 1)]]

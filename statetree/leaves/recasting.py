@@ -116,13 +116,13 @@ def _check_ties(
     for place, index in enumerate(at):
         if index not in changed:  # one tensor in two places, only one of which is meant
             tied += [(changing[part], index) for part in changing.keys() & unpacked.parts_of(place)]
-    rows = [((at[owner], part in changing), unpacked.parts[part]) for part, owner in enumerate(unpacked.owners)]
+    parts = zip(unpacked.owners, unpacked.parts, strict=True)
+    rows = [((at[owner], part in changing, tensor.dtype), tensor) for part, (owner, tensor) in enumerate(parts)]
     for index, value in objects.items():
         with suppress(UnsupportedLeaf):  # what cannot be looked into is passed on
             held = unpack(verb, [value], lambda: paths, memory=False).parts
-            rows += [((index, False), part) for part in held]
-    labelled = [((index, changes, tensor.dtype), tensor) for (index, changes), tensor in rows]
-    for (one, changes, dtype), (other, also, other_dtype) in sharing(labelled):
+            rows += [((index, False, part.dtype), part) for part in held]
+    for (one, changes, dtype), (other, also, other_dtype) in sharing(rows):
         if changes and not (also and dtype == other_dtype):
             tied.append((one, other))
     if tied:

@@ -75,10 +75,6 @@ def _mixed(number: int) -> int:
     return number ^ number >> 31
 
 
-#: What tells the sums apart in the coefficients of rows.
-_ROW_SEEDS: Final = [signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
-
-
 @lru_cache(maxsize=16)
 def _place_factors(device: torch.device) -> torch.Tensor:
     """Return the coefficients of the places in a row, for each of the sums."""
@@ -86,10 +82,15 @@ def _place_factors(device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
+@lru_cache(maxsize=16)
+def _row_seeds(device: torch.device) -> torch.Tensor:
+    seeds = [signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
+    return torch.tensor(seeds, dtype=torch.int64, device="cpu").to(device).unsqueeze(1)
+
+
 def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the coefficients of rows, for each of some sums: ``[count, len(rows)]``."""
-    mixed = rows * signed(_FACTORS[0])
-    mixed = torch.stack([mixed + seed for seed in _ROW_SEEDS[:count]])
+    mixed = rows.unsqueeze(0) * signed(_FACTORS[0]) + _row_seeds(rows.device)[:count]
     mixed.bitwise_xor_(mixed >> 30).mul_(signed(_FACTORS[1]))
     mixed.bitwise_xor_(mixed >> 27).mul_(signed(_FACTORS[2]))
     return mixed.bitwise_xor_(mixed >> 31)

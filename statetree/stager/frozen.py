@@ -132,8 +132,8 @@ class FrozenStorages:
         known = [copy if copy and copy.serves(storage, span) else None for copy, storage, span in found_there]
         if self._check:
             for found, (storage, span) in zip(known, wanted, strict=True):
-                bytes_now = as_bytes(storage, span.start, span.stop).cpu()
-                if found is not None and not same_bytes(found.bytes(bytes_now.nbytes), bytes_now):
+                now = None if found is None else as_bytes(storage, span.start, span.stop).cpu()
+                if found is not None and now is not None and not same_bytes(found.bytes(now.nbytes), now):
                     path = captured.spec.paths()[captured.owners[chosen[span.source]]]
                     raise TreeMismatch(
                         f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were "

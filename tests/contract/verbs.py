@@ -12,12 +12,11 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.leaves.builtin import holds_tensor
 from statetree.spans.layout import holds_memory
 from statetree.testing import Law
+from statetree.testing.laws import leaf_by_leaf
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
-from statetree.tree.flatten import flatten_for_copy
 from tests.judge import laws
 from tests.judge.regions import raw_bytes, storage_of
 
@@ -95,14 +94,8 @@ def in_small_buckets(tree: Any) -> Any:
 
 
 def streamed(tree: Any) -> Any:
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
-    paths = spec.paths()
-    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
     with mock.patch.object(compose, "BUCKET_BYTES", 100):
-        for index, (path, leaf) in zip(order, st.stream(tree, st.offload), strict=True):
-            assert path == paths[index]
-            leaves[index] = leaf
-    return st.unflatten(spec, leaves)
+        return leaf_by_leaf(st.offload, tree)
 
 
 def staged(tree: Any, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fractions
+from zipfile import ZipFile
 
 import fsspec
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import statetree as st
 from statetree.cli import app
 from statetree.errors import CheckpointError, TreeMismatch
-from statetree.files import formats
+from statetree.files import formats, stored
 from statetree.testing import run_ranks
 from tests.cli.states import bits, tied_state
 from tests.judge import assert_trees_equal
@@ -243,3 +244,17 @@ def test_a_server_without_ranges_is_named(monkeypatch):
     monkeypatch.setattr(system, "cat_file", lambda path, **_: whole(path))
     with pytest.raises(st.CheckpointError, match=r"the server sent \d+ bytes for 64: it serves no ranges. Download it"):
         st.load("memory://run/m.safetensors")
+
+
+def test_a_parameter_is_one_where_its_elements_cannot_be_mapped(tmp_path, monkeypatch):
+    st.save({"w": torch.nn.Parameter(torch.arange(4.0, dtype=torch.float64))}, tmp_path / "a.pt")
+    with ZipFile(tmp_path / "a.pt") as aligned, ZipFile(tmp_path / "b.pt", "w") as packed:
+        for name in aligned.namelist():
+            packed.writestr(name, aligned.read(name))
+    monkeypatch.setattr(stored, "_UNALIGNED", ())
+    piece = st.files.open(f"file://{tmp_path}/b.pt")["w"]._pieces()[0]
+    assert piece.file.start % 8
+    found = st.load(f"file://{tmp_path}/b.pt")["w"]
+    assert isinstance(found, torch.nn.Parameter)
+    assert found.requires_grad
+    assert found.tolist() == [0, 1, 2, 3]
