@@ -200,7 +200,7 @@ class PieceSource:
         if place.length != self.length or stated is None or stated[1] != piece.checksum:
             return False
         begin = len(self._archive.head) if self._archive else 0
-        for own in self._blocks():
+        for own in self._blocks(max(self._data.nbytes, 1)):
             done = 0
             for block in place.blocks(begin, len(own)):
                 both = block, own[done : done + len(block)]
@@ -210,11 +210,11 @@ class PieceSource:
             begin += done
         return True
 
-    def _blocks(self) -> Iterator[memoryview]:
+    def _blocks(self, most: int = _BLOCK_BYTES) -> Iterator[memoryview]:
         data: Any = self._data
         if self._in_place:
             view = memory_view(data)
-            yield from (view[start : start + _BLOCK_BYTES] for start in range(0, len(view), _BLOCK_BYTES))
+            yield from (view[start : start + most] for start in range(0, len(view), most))
             return
         for box in in_buckets(data.shape, data.dtype.itemsize):
             index = (*map(slice, box.start, box.stop),)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_OPEN: Final = 64
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 21
 #: How much memory a read takes beside its target.
 BUCKET_BYTES: Final = 16 << 20
 
