@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from statetree.dcp.groups import group_for, is_alive, new_gloo_group, ranks_of
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, clear_frames
 from statetree.exchange.call import on_all_ranks
+from statetree.files.publishing import is_alone
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
-from statetree.stager.workers import submit
+from statetree.stager.workers import aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +103,7 @@ _DESTROYED: Final[Any] = object()
 #: How long the ranks wait for each other while they make groups: all have begun to, so that one that is late has died.
 _MAKING: Final = timedelta(minutes=5)
 
-_lock: threading.Lock
+_lock: threading.RLock
 _by_parent: WeakKeyDictionary[Any, dict[str, Background]]
 _without_ranks: dict[str, Background]
 
@@ -109,7 +111,7 @@ _without_ranks: dict[str, Background]
 def _start_empty() -> None:
     """Begin without threads. In a forked process the parent's are gone, and nobody would release the lock."""
     global _lock, _by_parent, _without_ranks
-    _lock, _by_parent, _without_ranks = threading.Lock(), WeakKeyDictionary(), {}
+    _lock, _by_parent, _without_ranks = threading.RLock(), WeakKeyDictionary(), {}
 
 
 _start_empty()
@@ -122,12 +124,12 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
 
     The first call for a parent and purpose is made by every rank of the parent.
     """
-    with _lock:
+    with _lock:  # where a signal's handler may call it, too
         parent = group_for(verb, parent)
         found = _without_ranks if parent is None else _by_parent.setdefault(parent, {})
         if purpose not in found:
             try:
-                found[purpose] = Background(None if parent is None else new_gloo_group(parent, _MAKING))
+                found.setdefault(purpose, Background(None if parent is None else new_gloo_group(parent, _MAKING)))
             except RuntimeError as error:
                 raise CheckpointError(
                     f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, "
@@ -147,8 +149,15 @@ class SaveFuture(Future[None]):
         self._mark = mark
 
     def check_thread(self, verb: str) -> None:
-        """Raise ``CheckpointError`` on the thread that the save runs on: waiting there would deadlock."""
-        if not self.done() and getattr(_here, "mark", None) is self._mark:
+        """Raise ``CheckpointError`` on the save's thread, or one that it may wait for: waiting there would deadlock."""
+        if self.done():
+            return
+        if is_alone():
+            raise CheckpointError(
+                f"{verb}: a signal's handler would wait for a save that waits for the thread which it interrupted: "
+                "expected it not to wait. Have it set a flag, and save after it (Checkpointer.save_on)."
+            )
+        if getattr(_here, "mark", None) is self._mark:
             raise CheckpointError(
                 f"{verb}: it would wait for a save of the thread that it is called on: expected another, got that in "
                 "the background, which calls on_event. Note there what to do, and do it in the training loop."
@@ -174,44 +183,67 @@ def start(
     agreeing: ProcessGroup | None,
     stage: Callable[[], Any],
     save: Callable[[Callable[[], Any]], None],
+    running: list[SaveFuture] | None = None,
 ) -> SaveFuture:
     """Stage a state, and run a save of it on the background's thread: ``save`` is given what returns it.
 
-    Over the group ``agreeing``, the ranks tell each other at once whether staging failed. Then all raise.
+    Over the group ``agreeing``, the ranks tell each other at once whether staging failed. Then all raise. The save is
+    ``running`` before it is queued: an interrupt between the two leaves none that nobody waits for.
     """
     held = [on_all_ranks("async_save", ranks_of("async_save", agreeing), stage)]
     future = SaveFuture(background.mark)
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
-    submit(background.executor, _run, background, future, held, save)
+
+    def queue() -> None:
+        if running is not None:
+            running.append(future)
+        background.executor.submit(_run, background, future, held, save)
+
+    try:
+        aside(queue)
+    except BaseException as error:
+        with suppress(IndexError):  # it has begun
+            held.pop()
+            future.is_delivered = True
+            future.set_exception(error)
+        raise
     return future
 
 
 def _run(
     background: Background, future: Future[None], held: list[Any], save: Callable[[Callable[[], Any]], None]
 ) -> None:
+    try:
+        staged = [held.pop()]
+    except IndexError:  # its caller was interrupted, and has taken it back
+        return
+
     # The list is all that holds the staged state once the save has it: it is free again before the future is done.
     def taken() -> Any:
-        tree = held.pop()
+        tree = staged.pop()
         return tree.result() if isinstance(tree, Future) else tree
 
     try:
         save(taken)
     except BaseException as error:  # noqa: BLE001 - it is the future's
-        held.clear()
+        staged.clear()
         clear_frames(error)  # the staged state is somewhere in there
         if background.group is not None and not is_alive(background.group):
             background.group = _DESTROYED  # closes its connections, so that ranks that wait for this one hear of it
         future.set_exception(error)
     else:
-        held.clear()
+        staged.clear()
         future.set_result(None)
 
 
 class RunningSave:
-    """The save in the background of a series, of which there is one at a time, and the lock of calls that may wait."""
+    """The save in the background of a series, and the lock of calls that may wait.
+
+    There is one at a time, unless a signal's handler saves, too, while the main thread begins one.
+    """
 
     def __init__(self) -> None:
-        self.future: SaveFuture | None = None
+        self.futures: list[SaveFuture] = []
         self._calling = threading.RLock()
 
     def turn(self, verb: str) -> AbstractContextManager[Any]:
@@ -219,29 +251,27 @@ class RunningSave:
 
         It is asked once more before a call waits: the save may have begun while the lock was waited for.
         """
-        running = self.future  # which another thread may take away
-        if running is not None:
-            running.check_thread(verb)
+        self._check_thread(verb)
         return self._calling
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""
-        running = self.future
-        if running is not None:
-            running.check_thread(verb)
+        if self.futures:
+            self._check_thread(verb)
             on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
 
     def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""
-        running = self.future
-        if running is None:
-            return
-        running.check_thread(verb)
-        error = running.exception()  # an interrupt while waiting leaves it to the next call
-        if self.future is not running:  # a signal's handler has saved meanwhile: its save is waited for, too
-            self.raise_error(verb)
-            return
-        self.future = None
-        if error is not None and not running.is_delivered:
-            error.add_note("statetree: that was the last save in the background; this call began nothing")
-            raise error
+        self._check_thread(verb)
+        while self.futures:
+            running = self.futures[0]
+            error = running.exception()  # an interrupt while waiting leaves it to the next call
+            with suppress(ValueError):  # another call has seen it meanwhile
+                self.futures.remove(running)
+            if error is not None and not running.is_delivered:
+                error.add_note("statetree: that was the last save in the background; this call began nothing")
+                raise error
+
+    def _check_thread(self, verb: str) -> None:
+        for running in list(self.futures):  # which another thread may take away
+            running.check_thread(verb)

@@ -234,9 +234,9 @@ class Checkpointer(Schedule):
 
                 self._writer.write("async_save", step, staged, background.group, options, waited)
 
-            self._running.future = start(background, agreeing, stage_step, write)
+            future = start(background, agreeing, stage_step, write, self._running.futures)
             waits.append(time.monotonic() - since)
-            return self._running.future
+            return future
 
     # fmt: off
     @overload

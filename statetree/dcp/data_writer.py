@@ -28,6 +28,7 @@ from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
+from statetree.stager.workers import aside
 from statetree.torch_internals import as_copied, resolved
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class DataWriter:
         if base is not None and manifest is not None:
             known = manifest.files
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                found = pool.map(lambda name: self._unchanged_in(base / name, known[name]), known)
+                found = aside(pool.map, lambda name: self._unchanged_in(base / name, known[name]), known)
             for (name, file), same in zip(known.items(), found, strict=True):
                 unchanged |= same
                 if len(same) == len(file.pieces):

@@ -21,6 +21,7 @@ from statetree.dcp.series import Series, StepDirectory, identity_of, name_of, st
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError
 from statetree.files.remote import RemotePath, is_url
+from statetree.stager.workers import aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,11 +103,15 @@ class MirroredSeries(Series):
 
     def upload_later(self) -> None:
         """Upload in the background what the mirror lacks, and remove there what is not kept."""
-        with self._lock:
-            self._is_behind = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="statetree.mirror", daemon=True)
-                self._thread.start()
+
+        def begin() -> None:
+            with self._lock:
+                self._is_behind = True
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="statetree.mirror", daemon=True)
+                    self._thread.start()
+
+        aside(begin)
 
     def wait(self) -> None:
         """Wait until what is being uploaded is there, or has failed."""

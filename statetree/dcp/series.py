@@ -139,8 +139,11 @@ class Series:
         """Return the directory of a checkpoint."""
         return self.directory / checkpoint.name
 
-    def begin(self, step: int) -> UnfinishedStep:
-        """Make a directory to write a checkpoint into, and clean up after crashed saves."""
+    def begin(self, step: int, begun: list[UnfinishedStep]) -> UnfinishedStep:
+        """Make a directory to write a checkpoint into, and clean up after crashed saves.
+
+        The checkpoint is in the list before its directory exists, for whoever has to discard it after an interrupt.
+        """
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync(self.directory.parent)
@@ -150,9 +153,9 @@ class Series:
             if os.path.lexists(named) and not (named / METADATA).is_file():
                 msg = f"save: {named} is no complete checkpoint: expected one to replace, or nothing. Move it away."
                 raise CheckpointError(msg)
-            path = self.directory / f".{name_of(step)}.partial-{uuid.uuid4().hex}"
-            path.mkdir()
-            return UnfinishedStep(path, step)
+            begun.append(UnfinishedStep(self.directory / f".{name_of(step)}.partial-{uuid.uuid4().hex}", step))
+            begun[-1].make()
+            return begun[-1]
 
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
@@ -252,8 +255,13 @@ class UnfinishedStep:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.step = step
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        _own[path.name] = os.getpid()
+        self._lock = -1
+
+    def make(self) -> None:
+        """Make the directory, locked."""
+        self.path.mkdir()
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        _own[self.path.name] = os.getpid()
         with suppress(OSError):  # a file system without locks: the name is as unique without
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

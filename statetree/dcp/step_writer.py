@@ -49,7 +49,7 @@ class StepWriter:
 
         def begin() -> tuple[Path, Path | None]:
             """Return where to write, and the checkpoint whose files may be linked to."""
-            made.append(self.series.begin(step))
+            self.series.begin(step, made)
             complete = self.series.local() if self.incremental else []
             return made[0].path, self.series.path(complete[-1]) if complete else None
 

@@ -10,12 +10,14 @@ import json
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from weakref import WeakValueDictionary
 
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, pass_on_from_signal
@@ -139,14 +141,25 @@ def remove_folder(folder: str | Path, *, again: bool = True) -> None:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Let no other process that does so go on in the directory meanwhile."""
+    """Let no other process that does so go on in the directory meanwhile, nor another thread.
+
+    A signal's handler would wait for the thread that it interrupted: it gets a ``CheckpointError``.
+    """
     lock = _Lock(os.open(directory, os.O_RDONLY))
     try:
+        if is_alone():
+            what = "a signal's handler saves while the thread that it interrupted gives files their names"
+            _refuse(directory, what, "Have it set a flag, and save after it (Checkpointer.save_on).")
+        _locks[threading.get_ident()] = lock
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock.handle, fcntl.LOCK_EX)
         yield
     finally:
-        lock.release()
+        try:
+            lock.release()
+        except BaseException:
+            lock.release()
+            raise
 
 
 class _Lock:
@@ -174,6 +187,16 @@ class _Lock:
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
+
+
+_NO_LOCK: Final = object.__new__(_Lock)
+#: The last lock of each thread.
+_locks: Final[WeakValueDictionary[int, _Lock]] = WeakValueDictionary()
+
+
+def is_alone() -> bool:
+    """Whether this thread has others wait: a handler of a signal that it calls must not wait for these."""
+    return _locks.get(threading.get_ident(), _NO_LOCK).handle >= 0
 
 
 def _leave_to_the_parent(lock: _Lock) -> None:

@@ -248,8 +248,10 @@ class RemoteFiles(OpenFiles):
             if len(starts) < 2:
                 list(map(fetch, starts))
             else:
+                from statetree.stager.workers import aside  # which imports torch
+
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
-                    list(pool.map(fetch, starts))
+                    list(aside(pool.map, fetch, starts))
         except OSError as error:
             refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
         self.nbytes_read += len(view)

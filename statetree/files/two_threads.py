@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from statetree.stager.workers import aside
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
         return
     executor = ThreadPoolExecutor(1)
     try:
-        other = executor.submit(work, other_steps)
+        other = aside(executor.submit, work, other_steps)
         work(nullcontext())
         other.result()
     except BaseException:

@@ -109,7 +109,7 @@ class Stager:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
         self._frozen.start_empty()
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()  # a signal's handler may come between it and ``_owner``
         self._owner = 0
         self._stages = 0
         self._worker = Worker()
@@ -286,8 +286,10 @@ class Stager:
         """
         if not self._owner:  # no call is under way
             with self._lock:
+                self._owner = threading.get_ident()
                 if self._snapshots:
                     self._trim(self._snapshots[-1])
+                self._owner = 0
         return self._frozen.nbytes + self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
@@ -313,7 +315,7 @@ class Stager:
 
     def _in_own_call(self) -> bool:
         """Whether this thread is inside a call of this stager: an object's ``__reduce__`` called it, say."""
-        return self._lock.locked() and self._owner == threading.get_ident()
+        return self._owner == threading.get_ident() and self._lock._is_owned()  # noqa: SLF001
 
     def _refuse_nested(self, verb: str) -> None:
         if self._in_own_call():

@@ -6,11 +6,13 @@ import _thread
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from sys import is_finalizing
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Executor
+
+T = TypeVar("T")
 
 #: What the thread does: whose future it is, and what is called with what.
 _Job = tuple["Future[Any]", "Callable[[Any], Any]", Any]
@@ -21,7 +23,6 @@ class Worker:
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, "statetree-stager")
-        self._runs = False
         self._under_way: set[Future[Any]] = set()
 
     def start(self, action: Callable[[Any], Any], argument: Any) -> Future[Any]:
@@ -31,11 +32,7 @@ class Worker:
         try:
             self._under_way.add(future)
             jobs: list[_Job] = [(future, action, argument)]
-            if self._runs:
-                self.executor.submit(_fulfil, jobs)
-            else:
-                submit(self.executor, _fulfil, jobs)
-                self._runs = True
+            aside(self.executor.submit, _fulfil, jobs)
         except BaseException:
             # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
             if future.cancel():
@@ -71,32 +68,33 @@ def failed(error: Exception) -> Future[Any]:
     return future
 
 
-def submit(executor: Executor, function: Callable[..., Any], *args: Any) -> None:
-    """Queue a call. If this is interrupted, the call is queued or it is not, and the executor is as good as before.
+def aside(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that starts a thread, or takes a lock for a moment, outside the main thread; return its result.
 
     Signal handlers run in the main thread, between any two instructions. Executors, and ``Thread.start`` which they
-    call, are written in Python, and lose a thread when a handler raises in the wrong place: so they are called from
-    another thread. What is left to the main thread is written in C.
+    call, are written in Python: they lose a thread when a handler raises in the wrong place, and a handler that calls
+    them, too, waits for a lock that the main thread holds. What is left to the main thread is written in C. If it is
+    interrupted, the call is made or it is not.
     """
-    if threading.get_ident() != threading.main_thread().ident:
-        executor.submit(function, *args)
-        return
-    outcome: SimpleQueue[BaseException | None] = SimpleQueue()
-    _thread.start_new_thread(_submit, (outcome, executor, function, args))
-    error = outcome.get()
+    if threading.get_ident() != threading.main_thread().ident or is_finalizing():
+        return function(*args)
+    outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+    _thread.start_new_thread(_report, (outcome, function, args))
+    result, error = outcome.get()
     if error is not None:
         try:
             raise error
         finally:
             del error  # its traceback holds this frame, and with that the call
+    return cast("T", result)
 
 
-def _submit(
-    outcome: SimpleQueue[BaseException | None], executor: Executor, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _report(outcome: SimpleQueue[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    told: tuple[Any, BaseException | None]
     try:
-        executor.submit(function, *args)
+        told = function(*args), None
     except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
-        outcome.put(error)
-    else:
-        outcome.put(None)
+        told = None, error
+    # Who makes a ``Thread`` is listed among the threads of ``threading``, before Python 3.13 for ever.
+    getattr(threading, "_active", {}).pop(threading.get_ident(), None)
+    outcome.put(told)

@@ -133,7 +133,7 @@ def test_leftovers_are_removed_but_not_those_of_a_running_save(tmp_path):
     for path in (old, removed):
         path.mkdir()
         (path / "file").touch()
-    running = series.Series(tmp_path).begin(2)  # as another process would
+    running = series.Series(tmp_path).begin(2, [])  # as another process would
     assert not old.exists()
     assert not removed.exists()
     Checkpointer(tmp_path).save(3, state_of(3))
@@ -478,7 +478,7 @@ def test_a_directory_that_is_not_yet_locked_is_not_taken_for_a_leftover(tmp_path
 
     def meanwhile(self, path, step):
         if not other:
-            other.append(threading.Thread(target=lambda: series.Series(tmp_path).begin(2).discard()))
+            other.append(threading.Thread(target=lambda: series.Series(tmp_path).begin(2, []).discard()))
             other[0].start()
             other[0].join(0.3)
         init(self, path, step)
@@ -496,7 +496,7 @@ def test_an_interrupt_as_a_checkpoint_is_closed_closes_no_other_file(tmp_path, m
         close(handle)
         raise KeyboardInterrupt
 
-    partial = series.Series(tmp_path).begin(1)
+    partial = series.Series(tmp_path).begin(1, [])
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -100,7 +100,7 @@ def test_a_child_that_outlives_a_killed_trainer_keeps_no_step_that_was_half_writ
     told, tell = os.pipe()
 
     def train():
-        made = series.Series(tmp_path).begin(1)
+        made = series.Series(tmp_path).begin(1, [])
         child = started(signal.pause, fork)
         os.write(tell, f"{child} {made.path.name}".encode())
         signal.pause()
