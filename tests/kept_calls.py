@@ -7,6 +7,8 @@ result is that of a call that is known. ``full``: the same, where one call alone
 import os
 from typing import Any
 
+import pytest
+
 from statetree.exchange import recognition, sighting
 from statetree.exchange.prepared import preparation_under_way
 
@@ -19,6 +21,8 @@ def call_twice(*args: Any, **options: Any) -> Any:
 
 
 MODE = os.environ.get("STATETREE_TESTS_KEPT_CALLS", "")
+#: For tests of what one call does that is not known yet: the bytes that it sends, say.
+of_one_call = pytest.mark.skipif(MODE not in {"", "off"}, reason="calls are known, or made twice")
 _make = recognition._made
 if MODE == "off":
     sighting.MOST_BYTES = -1

@@ -111,7 +111,8 @@ class _Directory:
             name = printable(gist(error))
             is_of_a_class = "nsupported" in str(error) and "operand" not in str(error)  # and not damaged
             if not self._skip_foreign or not is_of_a_class:
-                refuse(f"{self._path}: the entry {key!r}", f"the value cannot be read: {name}")
+                what = name.partition(". It is damaged")[0]  # an error of ours ends with the remedy, too
+                refuse(f"{self._path}: the entry {key!r}", f"the value cannot be read: {what}")
             self.foreign[name] = None
             return StoredObject(name)
 

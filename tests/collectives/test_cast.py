@@ -10,6 +10,7 @@ import torch.distributed as dist
 import statetree
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same, sent_by
+from tests.kept_calls import of_one_call
 
 PAIRS = [
     (torch.float32, torch.bfloat16),
@@ -91,6 +92,7 @@ def count_bytes(before, after):
     return sent_by(lambda: statetree.reshard(*sides, cast=True))[1]
 
 
+@of_one_call
 @pytest.mark.parametrize(("before", "after"), [PAIRS[0], PAIRS[1]], ids=["narrower", "wider"])
 def test_the_smaller_dtype_travels(before, after):
     # A quarter of the rows changes sides, and all of what becomes whole goes to the other rank.

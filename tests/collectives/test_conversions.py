@@ -14,6 +14,7 @@ import statetree as st
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, sent_by
 from tests.collectives.test_stored import counted
+from tests.kept_calls import of_one_call
 
 RULES = [
     (["{i}.q", "{i}.k", "{i}.v"], "{i}.qkv", "(g q d) m, (g d) m, (g d) m -> (g (q + 1 + 1) d) m"),
@@ -88,6 +89,7 @@ def load_through(path):
             st.reshard(CONVERSION(st.files.open(path)), {**like, "0.qkv": torch.zeros(3, 4)})
 
 
+@of_one_call
 @pytest.mark.parametrize("file", ["a.safetensors", "a.pt", "dir"])
 def test_each_rank_reads_its_own_bytes(file, tmp_path):
     st.save(trainer_state(), tmp_path / file)
@@ -258,6 +260,7 @@ def count_bytes():
         assert total[0] == total[1] == total[2], (mine, theirs, total.tolist())
 
 
+@of_one_call
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_element_moves_once_to_where_it_is_lacking(world_size):
     run_ranks(world_size, count_bytes)

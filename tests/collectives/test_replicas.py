@@ -16,6 +16,7 @@ from statetree.exchange import replica_check as replicas
 from statetree.testing import Layout, layouts, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, group_of, locals_of
 from tests.collectives.test_custom_chunks import FULL, Blocks, BlocksType, blocks_of
+from tests.kept_calls import of_one_call
 from tests.laws.batches import as_many, batches, each
 from tests.laws.test_collectives import DTYPES, check_local, same
 from tests.products import product
@@ -323,6 +324,7 @@ def count_numbers():
         replicas.chunk_number = number
 
 
+@of_one_call
 def test_nothing_is_read_where_meshes_agree():
     rows = run_ranks(4, count_numbers)
     assert [row[:2] for row in rows] == [(0, 0)] * 4

@@ -11,6 +11,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardM
 import statetree
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, locals_of, sent_by
+from tests.kept_calls import of_one_call
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
 
@@ -34,6 +35,7 @@ def gather_shards():
     return sent_by(lambda: statetree.gather({"a": shards()}))[1]
 
 
+@of_one_call
 def test_a_rank_sends_the_bytes_of_its_shard():
     assert run_ranks(2, gather_shards) == [5 * 3 * 4] * 2
 
@@ -75,6 +77,7 @@ def move_ties():
             assert memory(found["a"]) != memory(likes["a"]) or not any(memory(likes["a"])), name
 
 
+@of_one_call
 @RANKS
 def test_tied_shards_are_moved_once(world_size):
     run_ranks(world_size, move_ties)

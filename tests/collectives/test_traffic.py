@@ -9,6 +9,7 @@ from statetree.exchange import plan
 from statetree.exchange.group import Group, group_of
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt
+from tests.kept_calls import of_one_call
 
 LEAVES = 40
 SHAPE = (48, 16)
@@ -177,6 +178,7 @@ def gather_by_one_collective():
                     leaf.zero_()
 
 
+@of_one_call
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_many_ranks_gather_to_all_by_one_collective(world_size):
     run_ranks(world_size, gather_by_one_collective, fresh=True)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import statetree
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same
+from tests.kept_calls import of_one_call
 
 VERBS = pytest.mark.parametrize("verb", ["reshard", "distribute", "distribute from 0", "distribute from 1"])
 CHOICES = {
@@ -120,6 +121,7 @@ def lacks(verb, strict):
     check_in_step()
 
 
+@of_one_call
 @pytest.mark.parametrize("strict", [True, False])
 @VERBS
 def test_what_is_meant_and_missing(verb, strict):

@@ -13,6 +13,7 @@ from statetree.exchange.group import Group, group_of
 from statetree.leaves.types.dtensor import DTensorType
 from statetree.testing import run_ranks
 from tests.collectives.checks import check_in_step
+from tests.kept_calls import of_one_call
 
 NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of two ranks")
 
@@ -60,6 +61,7 @@ def moves_over_one_device(verb, kinds):
     check_in_step()
 
 
+@of_one_call
 @pytest.mark.parametrize("kinds", [["xpu", "cpu"], ["cpu", "xpu"], ["xpu", "xpu"], ["cpu", "cpu"]], ids="-".join)
 @pytest.mark.parametrize("verb", ["gather", "reshard"])
 def test_all_ranks_communicate_over_the_device_that_one_of_them_needs(verb, kinds):
