@@ -22,7 +22,7 @@ from statetree.exchange.call import on_all_ranks
 from statetree.files.publishing import is_alone
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
-from statetree.stager.workers import aside
+from statetree.stager.workers import BackgroundFuture, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,16 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
         return found[purpose]
 
 
-class SaveFuture(Future[None]):
+def check_alone(verb: str) -> None:
+    """Raise ``CheckpointError`` in the handler of a signal if what it would wait for may wait for this thread."""
+    if is_alone():
+        raise CheckpointError(
+            f"{verb}: a signal's handler would wait for a save that waits for the thread which it interrupted: "
+            "expected it not to wait. Have it set a flag, and save after it (Checkpointer.save_on)."
+        )
+
+
+class SaveFuture(BackgroundFuture[None]):
     """The future of a save, which knows whether ``result`` has raised what went wrong."""
 
     is_delivered = False
@@ -150,13 +159,9 @@ class SaveFuture(Future[None]):
 
     def check_thread(self, verb: str) -> None:
         """Raise ``CheckpointError`` on the save's thread, or one that it may wait for: waiting there would deadlock."""
-        if self.done():
+        if self._is_over:
             return
-        if is_alone():
-            raise CheckpointError(
-                f"{verb}: a signal's handler would wait for a save that waits for the thread which it interrupted: "
-                "expected it not to wait. Have it set a flag, and save after it (Checkpointer.save_on)."
-            )
+        check_alone(verb)
         if getattr(_here, "mark", None) is self._mark:
             raise CheckpointError(
                 f"{verb}: it would wait for a save of the thread that it is called on: expected another, got that in "
@@ -169,7 +174,7 @@ class SaveFuture(Future[None]):
         try:
             super().result(timeout)
         except BaseException:
-            self.is_delivered = self.done()  # else it was the waiting that failed
+            self.is_delivered = self._is_over  # else it was the waiting that failed
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -194,13 +199,17 @@ def start(
     future = SaveFuture(background.mark)
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
 
-    def queue() -> None:
+    def queue() -> bool:
         if running is not None:
             running.append(future)
-        background.executor.submit(_run, background, future, held, save)
+        with suppress(RuntimeError):  # as in ``queued``
+            background.executor.submit(_run, background, future, held, save)
+            return True
+        return False
 
     try:
-        aside(queue)
+        if not aside(queue):
+            _run(background, future, held, save)
     except BaseException as error:
         with suppress(IndexError):  # it has begun
             held.pop()
@@ -247,10 +256,11 @@ class RunningSave:
         self._calling = threading.RLock()
 
     def turn(self, verb: str) -> AbstractContextManager[Any]:
-        """Return the lock of calls; raise ``CheckpointError`` on the save's own thread, which its holder may wait for.
+        """Return the lock of calls; raise ``CheckpointError`` on a thread that its holder may wait for.
 
         It is asked once more before a call waits: the save may have begun while the lock was waited for.
         """
+        check_alone(verb)
         self._check_thread(verb)
         return self._calling
 
@@ -263,8 +273,7 @@ class RunningSave:
     def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""
         self._check_thread(verb)
-        while self.futures:
-            running = self.futures[0]
+        while running := next(iter(self.futures), None):
             error = running.exception()  # an interrupt while waiting leaves it to the next call
             with suppress(ValueError):  # another call has seen it meanwhile
                 self.futures.remove(running)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_left
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -28,7 +27,7 @@ from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
-from statetree.stager.workers import aside
+from statetree.stager.workers import in_threads
 from statetree.torch_internals import as_copied, resolved
 
 if TYPE_CHECKING:
@@ -111,8 +110,8 @@ class DataWriter:
             manifest = None if base is None else read_manifest(base)
         if base is not None and manifest is not None:
             known = manifest.files
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                found = aside(pool.map, lambda name: self._unchanged_in(base / name, known[name]), known)
+            unchanged_in = lambda name: self._unchanged_in(base / name, known[name])  # noqa: E731
+            found = in_threads(unchanged_in, known, torch.get_num_threads())
             for (name, file), same in zip(known.items(), found, strict=True):
                 unchanged |= same
                 if len(same) == len(file.pieces):

@@ -145,11 +145,12 @@ def alone_in(directory: Path) -> Iterator[None]:
 
     A signal's handler would wait for the thread that it interrupted: it gets a ``CheckpointError``.
     """
-    lock = _Lock(os.open(directory, os.O_RDONLY))
+    lock = _Lock()
     try:
         if is_alone():
             what = "a signal's handler saves while the thread that it interrupted gives files their names"
             _refuse(directory, what, "Have it set a flag, and save after it (Checkpointer.save_on).")
+        lock.handle = os.open(directory, os.O_RDONLY)
         _locks[threading.get_ident()] = lock
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock.handle, fcntl.LOCK_EX)
@@ -165,10 +166,9 @@ def alone_in(directory: Path) -> Iterator[None]:
 class _Lock:
     """A handle on which a lock may lie. If an interrupt comes as it is released, it is when nobody refers to it."""
 
-    handle = -1  # for an interrupt that comes before the first line of ``__init__``
+    handle = -1
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    def __init__(self) -> None:
         self._process = os.getpid()
         renew_after_fork(self, _leave_to_the_parent)
 

@@ -11,7 +11,6 @@ import os
 import re
 import stat
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
 from pathlib import PurePosixPath
@@ -248,10 +247,9 @@ class RemoteFiles(OpenFiles):
             if len(starts) < 2:
                 list(map(fetch, starts))
             else:
-                from statetree.stager.workers import aside  # which imports torch
+                from statetree.stager.workers import in_threads  # which imports torch
 
-                with ThreadPoolExecutor(_AT_ONCE) as pool:
-                    list(aside(pool.map, fetch, starts))
+                in_threads(fetch, starts, _AT_ONCE)
         except OSError as error:
             refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
         self.nbytes_read += len(view)

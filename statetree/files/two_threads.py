@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from statetree.stager.workers import aside
+from statetree.stager.workers import queued
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
         return
     executor = ThreadPoolExecutor(1)
     try:
-        other = aside(executor.submit, work, other_steps)
+        other = queued(executor, work, other_steps)
         work(nullcontext())
-        other.result()
+        if other is not None:
+            other.result()
     except BaseException:
         failed = True
         # An interrupt may come while the executor starts its thread, which it does not wait for then.

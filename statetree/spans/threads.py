@@ -57,7 +57,8 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
         return
     errors: list[BaseException] = []
     waiting = iter(jobs)
-    done = uninterrupted_event()
+    done, gone = uninterrupted_event(), _thread.allocate_lock()
+    gone.acquire()
 
     @quietly
     def work() -> None:
@@ -90,10 +91,11 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
         except BaseException as error:  # noqa: BLE001 - as above
             errors.append(error)
         finally:
-            done.set_result(None)
+            done.set_result(None)  # and waits for the GIL inside of torch: a program that ends then is aborted
+            gone.release()
 
     try:
-        _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last)
+        _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last, gone.acquire)
     except RuntimeError:  # no thread can be started; or what comes last fails, as it does again
         _call_all(*jobs, *last)
     if errors:

@@ -4,35 +4,80 @@ from __future__ import annotations
 
 import _thread
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from sys import is_finalizing
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
-
 #: What the thread does: whose future it is, and what is called with what.
 _Job = tuple["Future[Any]", "Callable[[Any], Any]", Any]
+
+
+class BackgroundFuture(Future[T]):
+    """A future that a signal's handler may wait for, wherever in waiting for it the main thread was interrupted.
+
+    One of ``concurrent.futures`` is done in a lock that those who begin to wait take, and wakes those that wait only
+    once: who has looked at its state, is interrupted, and then goes on to wait would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = False
+        self._waiting: list[_thread.LockType] = []
+        self.add_done_callback(_wake)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is done; ``TimeoutError`` if it is not after some seconds."""
+        over = _thread.allocate_lock()
+        over.acquire()
+        self._waiting.append(over)
+        if not self._is_over and not over.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            raise TimeoutError
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the call, and return what it returned, or raise what it raised."""
+        self.wait(timeout)
+        try:
+            return super().result()
+        finally:
+            del self  # what it raises holds this frame
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the call, and return what it raised."""
+        self.wait(timeout)
+        return super().exception()
+
+
+def _wake(future: Any) -> None:
+    future._is_over = True  # noqa: SLF001 - a method of its own would be a cycle
+    while future._waiting:  # noqa: SLF001
+        future._waiting.pop().release()  # noqa: SLF001
 
 
 class Worker:
     """A background thread that makes one call after the other. It starts with the first of them."""
 
     def __init__(self) -> None:
-        self.executor = ThreadPoolExecutor(1, "statetree-stager")
-        self._under_way: set[Future[Any]] = set()
+        self._executor = ThreadPoolExecutor(1, "statetree-stager")
+        self._is_closed = False
+        self._under_way: set[BackgroundFuture[Any]] = set()
 
     def start(self, action: Callable[[Any], Any], argument: Any) -> Future[Any]:
         """Call a function in the background, and return the future of its result; ``RuntimeError`` after ``close``."""
-        future: Future[Any] = Future()
+        future: BackgroundFuture[Any] = BackgroundFuture()
         future.add_done_callback(self._under_way.discard)
         try:
             self._under_way.add(future)
             jobs: list[_Job] = [(future, action, argument)]
-            aside(self.executor.submit, _fulfil, jobs)
+            if queued(self._executor, _fulfil, jobs) is None:
+                if self._is_closed:
+                    raise RuntimeError("start: the worker is closed")  # noqa: TRY301
+                _fulfil(jobs)
         except BaseException:
             # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
             if future.cancel():
@@ -42,16 +87,20 @@ class Worker:
 
     def wait(self) -> None:
         """Wait until all calls are over."""
-        wait(tuple(self._under_way))
+        for future in tuple(self._under_way):
+            future.wait()
 
     def close(self) -> None:
         """Take no more calls. Those that were taken are made."""
-        self.executor.shutdown(wait=False)
+        self._is_closed = True
+        aside(self._executor.shutdown, False)  # noqa: FBT003
 
 
 def _fulfil(jobs: list[_Job]) -> None:
     """Carry a call's result, or the very exception, into a future, unless that was cancelled."""
     # An exception holds the frames that it passed through, and those below them. They must not hold its future.
+    if not jobs:  # it could not be queued, and then was
+        return
     future, action, argument = jobs.pop()
     if not future.cancelled() and future.set_running_or_notify_cancel():
         try:
@@ -66,6 +115,32 @@ def failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+def queued(executor: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T] | None:
+    """Queue a call; return ``None`` if that cannot be: the interpreter ends, or there can be no more threads.
+
+    A save that is waited for at a program's end goes on while executors take no calls any more.
+    """
+
+    def queue() -> Future[T] | None:
+        with suppress(RuntimeError):
+            return executor.submit(function, *args)
+        return None
+
+    return aside(queue)
+
+
+def in_threads(function: Callable[[Any], T], items: Iterable[Any], count: int) -> list[T]:
+    """Return what a function returns for each item, called in several threads, or in this one if there can be none."""
+
+    def queue() -> Iterable[T]:
+        with suppress(RuntimeError):
+            return pool.map(function, items)
+        return map(function, items)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(aside(queue))
 
 
 def aside(function: Callable[..., T], *args: Any) -> T:

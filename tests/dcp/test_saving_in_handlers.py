@@ -1,5 +1,6 @@
 """Handlers of signals that save, or raise, while the main thread saves: none waits for what it interrupted."""
 
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,7 @@ def test_a_handler_that_would_wait_for_the_directory_is_refused(owner, other, si
     with Checkpointer(tmp_path, keep=1) as saving, Checkpointer(tmp_path) as second:
         saving.save(0, STATE)
         handled = signalled(*function, lambda: (second if other else saving).save(1, STATE))
-        with pytest.raises(statetree.CheckpointError, match=r"a signal's handler saves .*\(Checkpointer\.save_on\)"):
+        with pytest.raises(statetree.CheckpointError, match=r"a signal's handler would .*\(Checkpointer\.save_on\)"):
             saving.save(2, STATE)
         assert handled
         saving.save(3, STATE)
@@ -80,20 +81,27 @@ def test_a_handler_that_saves_a_file_is_refused_where_it_would_wait(signalled, t
     statetree.save(STATE, path, overwrite=True)
 
 
-def test_a_handler_does_not_wait_for_a_save_that_waits_for_the_main_thread(signalled, tmp_path):
-    outcome = []
+def test_a_handler_does_not_wait_for_a_save_that_waits_for_the_main_thread(signalled, tmp_path, monkeypatch):
+    waits, begin = threading.Event(), series.Series.begin
+
+    def begin_late(*args):
+        if threading.current_thread() is not threading.main_thread():
+            assert waits.wait(units(10))
+        return begin(*args)
 
     def handle():
-        future = saving.async_save(1, STATE)  # whose thread cannot begin
-        for wait in (future.result, future.exception, lambda: saving.save(2, STATE), saving.close):
+        waits.set()  # the other save begins, and cannot
+        for wait in (future.result, future.exception, lambda: other.save(2, STATE), other.close):
             with pytest.raises(statetree.CheckpointError, match=r"would wait for a save that waits for the thread"):
                 wait()
-        outcome.append(future)
 
-    with Checkpointer(tmp_path) as saving:
-        signalled(series.Series, "_clean", handle)
+    monkeypatch.setattr(series.Series, "begin", begin_late)
+    with Checkpointer(tmp_path) as saving, Checkpointer(tmp_path) as other:
+        future = other.async_save(1, STATE)
+        handled = signalled(series.Series, "_clean", handle)
         saving.save(3, STATE)
-        assert outcome[0].result() is None
+        assert handled
+        assert future.result() is None
         assert saving.steps() == [1, 3]
 
 
@@ -203,3 +211,67 @@ def test_an_interrupt_as_the_lock_of_a_directory_is_released_leaves_it_free(monk
         saving.save(2, STATE)
         assert saving.latest_step() == 2
         assert kept.value is not None
+
+
+def test_a_handler_waits_for_the_save_that_the_main_thread_begins_to_wait_for(signalled, tmp_path):
+    with Checkpointer(tmp_path) as saving:
+        future = saving.async_save(1, {"w": torch.ones(1_000_000)})
+        handled = signalled(future, "wait", lambda: saving.save(2, STATE))
+        assert future.result() is None
+        assert handled
+        assert saving.steps() == [1, 2]
+
+
+def test_a_future_that_is_not_done_in_time(tmp_path, monkeypatch):
+    opened, begin = threading.Event(), series.Series.begin
+
+    def late(*args):
+        assert opened.wait(units(10))
+        return begin(*args)
+
+    monkeypatch.setattr(series.Series, "begin", late)
+    with Checkpointer(tmp_path) as saving:
+        future = saving.async_save(1, STATE)
+        for wait in (future.result, future.exception):
+            with pytest.raises(TimeoutError):
+                wait(0.01)
+        opened.set()
+        assert future.exception(units(10)) is None
+        assert future.result(-1) is None
+
+
+def test_a_handler_does_not_wait_for_a_thread_that_waits_for_the_main_thread(signalled, tmp_path, monkeypatch):
+    begun, begin, threads = threading.Event(), series.Series.begin, []
+
+    def begin_and_tell(*args):
+        if threading.current_thread() in threads:
+            begun.set()
+        return begin(*args)
+
+    def handle():
+        threads.append(threading.Thread(target=saving.save, args=(2, STATE)))
+        threads[0].start()
+        assert begun.wait(units(10))  # it holds the checkpointer, and waits for the directory
+        saving.save(3, STATE)
+
+    monkeypatch.setattr(series.Series, "begin", begin_and_tell)
+    with Checkpointer(tmp_path) as saving, Checkpointer(tmp_path) as other:
+        signalled(series.Series, "_clean", handle)
+        with pytest.raises(statetree.CheckpointError, match=r"a signal's handler would wait for a save that waits"):
+            other.save(1, STATE)
+        threads[0].join()
+        assert saving.steps() == [2]
+
+
+def test_an_interrupt_as_a_lock_is_made_leaves_no_descriptor(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = set(os.listdir("/proc/self/fd"))
+    with Checkpointer(tmp_path) as saving:
+        with monkeypatch.context() as patched:
+            patched.setattr(publishing, "renew_after_fork", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saving.save(1, STATE)
+        assert set(os.listdir("/proc/self/fd")) <= before
+        saving.save(1, STATE)

@@ -504,7 +504,7 @@ def test_a_dropped_stager_completes_its_stages_and_is_freed_with_its_thread(opti
     futures = [stager.stage_async({"w": ramp(3), "gate": gate}), stager.stage_async({"w": ramp(LARGE)})]
     failed = [stager.stage_async({"w": ramp(3), "bad": bad}) for bad in (Stubborn(), Sleepless())]
     gone = weakref.ref(stager)
-    (worker,) = stager._worker.executor._threads
+    (worker,) = stager._worker._executor._threads
     del stager
     gate.opened.set()
     assert torch.equal(futures[0].result(units(30))["w"], ramp(3))
