@@ -16,6 +16,7 @@ import traceback
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from multiprocessing import forkserver
 from multiprocessing.util import Finalize
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,7 +103,7 @@ def run_ranks(
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
             process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It
             describes every rank that failed, and its cause is the first exception that a rank raised.
-        ValueError: If there would be no rank.
+        ValueError: If there would be no rank, or a time limit is no positive number.
         TypeError: If ``fn`` cannot be called.
 
     Example:
@@ -113,9 +114,8 @@ def run_ranks(
     """
     if not callable(fn):
         raise TypeError(f"run_ranks: fn: expected a function, got {fn!r}.")
-    if not timeout > 0:  # also of what is no number
-        raise ValueError(f"run_ranks: timeout: expected a positive number of seconds, got {timeout!r}.")
-    timeout = min(timeout, threading.TIMEOUT_MAX / 2)
+    timeout = _seconds("timeout", timeout)
+    collective_timeout = _seconds("collective_timeout", collective_timeout)
     call = _pickled(fn, args)
     with rank_pool(world_size, collective_timeout, fresh=fresh) as pool:
         outcomes = pool.call(call, deadline=time.monotonic() + timeout)
@@ -126,6 +126,13 @@ def run_ranks(
         cause = next((each.value for each in failures if isinstance(each.value, BaseException)), None)
         raise AssertionError("\n".join(lines)) from cause
     return [outcome.value for outcome in outcomes]
+
+
+def _seconds(name: str, given: Any) -> float:
+    """Return a time limit as what can be waited for."""
+    if not (isinstance(given, Real) and float(given) > 0):  # not a number is not greater
+        raise ValueError(f"run_ranks: {name}: expected a positive number of seconds, got {given!r}.")
+    return min(float(given), threading.TIMEOUT_MAX / 2)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from statetree.testing.rank_calls import run_ranks
 from statetree.testing.sources import literal, module, run, smallest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.testing.laws import Law, Transform
 
@@ -35,7 +36,7 @@ class Verdict:
     holds: bool | None
     examples: int
     refused: int
-    error: str  # of the smallest state for which it does not hold, or what the transform raised first
+    error: str  # of the smallest state for which it does not hold, or what was raised first
     source: str = ""
 
     def __str__(self) -> str:
@@ -45,26 +46,42 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Which laws hold of a transform: true if all do, and by name a verdict on each."""
+    """Which laws hold of a transform: true if all do, each for some states at least, and by name a verdict on each."""
 
     transform: Callable[[Any], Any]
     verdicts: tuple[Verdict, ...]
 
     def __bool__(self) -> bool:
-        return not self.broken
+        return all(verdict.holds for verdict in self.verdicts)
 
     def __getitem__(self, name: str) -> Verdict:
         return {verdict.law.name: verdict for verdict in self.verdicts}[name]
 
     @property
     def broken(self) -> list[str]:
-        """The names of the laws that do not hold."""
+        """The names of the laws that a state breaks."""
         return [verdict.law.name for verdict in self.verdicts if verdict.holds is False]
+
+    @property
+    def _not_judged(self) -> list[str]:
+        """Say why no state tells whether some laws hold."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for verdict in self.verdicts:
+            if verdict.holds is None:
+                why = "the transform refused every state" if verdict.refused else "no result could be looked at"
+                names.setdefault((why, verdict.error), []).append(verdict.law.name)
+        return [
+            f"{', '.join(found)}: not judged, since {why}. Mend the transform, or leave these laws out. "
+            f"The first error: {error}"
+            for (why, error), found in names.items()
+        ]
 
     def __str__(self) -> str:
         lines = [f"check_transform: {_named(self.transform)[1]}", *map(str, self.verdicts)]
         for verdict in map(self.__getitem__, self.broken):
             lines += ["", f"{verdict.law.name} does not hold. {verdict.error}", "", verdict.source.rstrip()]
+        for text in self._not_judged:
+            lines += ["", text]
         return "\n".join(lines)
 
 
@@ -107,7 +124,7 @@ def check_transform(
     A law is checked with ordinary training states, with states that are known to be hard, and with trees that
     hypothesis draws: the same ones in every run. The first state that breaks the law is reduced, and shown as a test
     that can be pasted. An exception of the transform breaks only the law ``accepts``: the other laws are checked on
-    accepted states.
+    accepted states. A law does not hold if there is none.
 
     Args:
         fn: A function of one tree.
@@ -116,16 +133,19 @@ def check_transform(
         inverse: A function from each result back to the state. Then the round trip is one more law.
         ranks: A world size, or several. The function is called as a collective on real ranks, with states that hold
             DTensors. It must be picklable.
-        examples: How many states there are.
+        examples: How many states there are, at least 1.
         seed: Another number gives other examples.
 
     Returns:
-        A report, which is true if all laws hold, and prints as a table with a test for each law that does not.
+        A report, which is true if all laws hold, and prints as a table with a test for each law that a state breaks.
         ``broken`` are the names of these; ``report[name]`` has ``holds`` (``None`` if no state says anything of it),
         ``examples``, ``refused`` (for how many states the transform raised), ``error``, and ``source``, the test.
 
     Raises:
-        AssertionError: If ``laws`` are given and one does not hold. It shows the report.
+        AssertionError: If ``laws`` are given and one does not hold, or the transform refuses every state. It shows the
+            report, with the first error.
+        TypeError: If ``fn`` or ``inverse`` cannot be called.
+        ValueError: If ``laws``, ``ranks`` or ``examples`` are not what they may be.
 
     Example:
         >>> import torch
@@ -139,7 +159,11 @@ def check_transform(
     """
     if not callable(fn):
         raise TypeError(f"check_transform: fn: expected a function of a tree, got {fn!r}.")
-    world_sizes: list[int | None] = [None] if ranks is None else [ranks] if isinstance(ranks, int) else [*ranks]
+    if inverse is not None and not callable(inverse):
+        raise TypeError(f"check_transform: inverse: expected a function of a result, got {inverse!r}.")
+    if type(examples) is not int or examples < 1:
+        raise ValueError(f"check_transform: examples: expected a whole number of at least 1, got {examples!r}.")
+    world_sizes: list[int | None] = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     if ranks is not None and not (world_sizes and all(type(size) is int and size > 0 for size in world_sizes)):
         raise ValueError(f"check_transform: ranks: expected a world size, or several, such as (1, 2), got {ranks!r}.")
     chosen = [_known(law) for law in ((known.ALL if ranks is None else known.COLLECTIVE) if laws is None else laws)]
@@ -166,13 +190,13 @@ def _known(law: Any) -> Law:
 def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]]) -> Verdict:
     """Look for the first state for which a law does not hold, and make it small."""
     counts: Counter[str] = Counter()
-    refusal = ""
+    first = ""
     for world_size, some in states.items():
         for state in some:
             call = functools.partial(outcome, law, transform, state)
             found, said = call() if world_size is None else on_ranks(world_size, call)
             counts[found] += 1
-            refusal = refusal or (said if found == REFUSES else "")
+            first = first or said
             if found in (FAILS, HANGS):
                 small = state  # those with ranks are small already
                 if world_size is None:
@@ -180,7 +204,7 @@ def _judged(law: Law, transform: Transform, states: dict[int | None, list[str]])
                 said = said if small is state else outcome(law, transform, small)[1]
                 source = snippet(law, transform, small, world_size)
                 return Verdict(law, False, counts[PASSES], counts[REFUSES], said, source)  # noqa: FBT003 - it is named
-    return Verdict(law, True if counts[PASSES] else None, counts[PASSES], counts[REFUSES], refusal)
+    return Verdict(law, True if counts[PASSES] else None, counts[PASSES], counts[REFUSES], first)
 
 
 def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str, str]:
@@ -191,8 +215,8 @@ def outcome(law: Law, transform: Callable[[Any], Any], state: str) -> tuple[str,
         return FAILS, str(error)
     except Refusal as error:
         return FAILS if law is known.accepts else REFUSES, str(error)
-    except UnsupportedLeaf:  # of what the law does with a result
-        return SAYS_NOTHING, ""
+    except UnsupportedLeaf as error:  # of what the law does with a result
+        return SAYS_NOTHING, f"{type(error).__name__}: {error}"
     return PASSES, ""
 
 

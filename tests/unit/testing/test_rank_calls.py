@@ -728,7 +728,12 @@ def test_a_forked_child_has_ranks_of_its_own(tmp_path):
     assert ran.stdout.splitlines() == ["[0, 1]", "0", "[0, 1]", "0 [0, 1]"], ran.stderr
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_timeouts_that_cannot_be_are_refused(timeout):
-    with pytest.raises(ValueError, match="run_ranks: timeout"):
-        run_ranks(2, os.getpid, timeout=timeout)
+@pytest.mark.parametrize("name", ["timeout", "collective_timeout"])
+@pytest.mark.parametrize("given", [0, -1.0, float("nan"), None, "5"])
+def test_timeouts_that_cannot_be_are_refused(name, given):
+    with pytest.raises(ValueError, match=f"^run_ranks: {name}: expected a positive number of seconds, got {given!r}"):
+        run_ranks(2, os.getpid, **{name: given})
+
+
+def test_timeouts_may_be_infinite():
+    assert len(run_ranks(2, add_up, 1, timeout=float("inf"), collective_timeout=float("inf"), fresh=True)) == 2

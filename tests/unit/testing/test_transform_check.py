@@ -202,6 +202,43 @@ def test_what_a_transform_raises_is_no_failure_of_other_laws():
     assert check_transform(nothing, examples=3)["values"].holds is None
 
 
+def misspelled(tree):
+    return st.ofload(tree)
+
+
+def unseen(transform, state):
+    transform(state())
+    raise st.UnsupportedLeaf("nobody can look at it")
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_law_that_no_accepted_state_was_judged_by_does_not_hold(ranks):
+    with pytest.raises(AssertionError, match=r"pure, ties: not judged, since the transform refused every state") as it:
+        check_transform(misspelled, laws=["pure", "ties"], examples=3, ranks=ranks)
+    assert str(it.value).endswith("AttributeError: module 'statetree' has no attribute 'ofload'")
+    with pytest.raises(AssertionError, match="round_trip: not judged"):
+        check_transform(misspelled, laws=[], inverse=misspelled, examples=3, ranks=ranks)
+
+
+def test_a_report_on_which_a_law_is_silent_is_not_true():
+    assert not check_transform(misspelled, examples=3)
+    with pytest.raises(AssertionError, match=r"(?s)unseen: not judged, since no result.*Leaf: nobody can look at it$"):
+        check_transform(st.offload, laws=["pure", Law("unseen", "It is seen.", unseen)], examples=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error"),
+    [
+        *(("examples", given, ValueError) for given in (0, -1, "9", 1.5, None, True)),
+        *(("ranks", given, ValueError) for given in (2.0, "2")),
+        ("inverse", 3, TypeError),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(name, given, error):
+    with pytest.raises(error, match=rf"^check_transform: {name}: expected .*, got {given!r}\.$"):
+        check_transform(st.offload, **{"examples": 3, name: given})
+
+
 def state_of(plan):
     return code(source_of(plan))
 
