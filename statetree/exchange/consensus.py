@@ -154,19 +154,19 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     if compared:
-        _check_alike(verb, group, fingerprint)
+        _check_alike(verb, group, fingerprint.alike)
     key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
     assert len(key) == 3
     alike = stated[details] == inverse[details]
     return Consensus(key, alike, nbytes, bool(absent), group.devices[device], bool(reads), number - _NEW)
 
 
-def _check_alike(verb: str, group: Group, fingerprint: Fingerprint) -> None:
+def _check_alike(verb: str, group: Group, parts: Sequence[Alike]) -> None:
     """Make sure that ranks that hold the same boxes hold the same there; otherwise all raise ``RankMismatch``."""
-    total = sum(part.share(group.rank) for part in fingerprint.alike)
+    total = sum(part.share(group.rank) for part in parts)
     if not group.all_reduce(torch.tensor([signed(total)], dtype=torch.int64, device="cpu")).any():
         return
-    own = [part[:3] for part in fingerprint.alike]
+    own = [part[:3] for part in parts]
     held: defaultdict[tuple[str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for text, ranks in group.told_once(json.dumps(own).encode()):
         for path, boxes, elements in json.loads(text):
@@ -177,7 +177,7 @@ def _check_alike(verb: str, group: Group, fingerprint: Fingerprint) -> None:
                 f"{verb}: the ranks do not hold the same at {path}, where ranks hold alike what is not cut with the "
                 f"tensor around it: expected the same elements of {boxes}, got different ones on "
                 f"{' and on '.join(map(ranks_named, map(sorted, found.values())))}. Nothing was moved. "
-                f"{fingerprint.remedy}"
+                "Write the same into it on those ranks, from the one that is right."
             )
 
 
