@@ -32,8 +32,9 @@ class Holdings(NamedTuple):
     dcp_paths: dict[str, tuple[str | int, ...]]
     #: The key of each leaf in the checkpoint, by the texts of the keys of its path.
     names: dict[tuple[str, ...], str]
-    #: Of leaves that are made of several tensors, sums of those that are not cut with the leaf: ranks hold them alike.
-    assumed: dict[str, tuple[int, ...]]
+    #: Of leaves that are made of several tensors, sums of those that are not cut as the leaf, by their keys and boxes:
+    #: ranks hold them alike.
+    assumed: dict[tuple[str, tuple[Box, ...]], tuple[int, ...]]
     #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
     divided: dict[tuple[str, ...], str]
 
@@ -66,16 +67,16 @@ def check_alike(told: Sequence[Holdings]) -> None:
         parts: dict[tuple[str, ...], set[str]] = {}
         for key, keys in one.inseparable.items():
             parts.setdefault(keys, set()).add(key)
-        own: dict[tuple[str, Any], Any] = {("elements of", key): sums for key, sums in one.assumed.items()}
+        own: dict[tuple[str, Any], Any] = {("elements of", part): sums for part, sums in one.assumed.items()}
         own |= {("leaves at", keys): text for keys, text in one.divided.items()}
         own |= {("parts of the leaf at", keys): sorted(names) for keys, names in parts.items()}
         for named, held in own.items():
             if known.setdefault(named, held) != held:
                 what, place = named
+                where = repr(place[0]) if what == "elements of" else _named(place)
                 raise _unlike(
-                    f"{what} {repr(place) if isinstance(place, str) else _named(place)}: expected all of them to hold "
-                    "the same scales, metadata and whatever else is not cut with a tensor that is made of several, "
-                    f"got {known[named]} and {held}"
+                    f"{what} {where}: expected all of them to hold the same scales, metadata and whatever else is "
+                    f"not cut with a tensor that is made of several, got {known[named]} and {held}"
                 )
         if unknown := sorted(one.packed - told[0].packed):
             raise CheckpointError(

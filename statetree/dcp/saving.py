@@ -166,14 +166,18 @@ class StateSave:
         spec, entries, texts = entries_of(self._state(), verb="save")
         taken = {entry.key for entry in entries}
         sums = assumed_sums([entry.value for entry in entries])
-        self._told.assumed.update({entries[index].key: found for index, found in sums.items()})
         self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
         saved = []
-        for path, key, value, dcp_path in entries:
+        for index, (path, key, value, dcp_path) in enumerate(entries):
             steps = (*map(key_text, path),)
             self._told.names[steps] = key
             content = content_of("save", value, path, ranks)
             keys: tuple[str, ...] = (key,)
+            if index in sums:
+                (held,) = content.tensors
+                assert isinstance(held, LocalChunks)
+                if held.boxes:
+                    self._told.assumed[key, (*held.boxes,)] = sums[index]
             if content.sort == PARTS_ENTRY:
                 keys = tuple([free_key(f"{key}.<part {number}>", taken) for number in range(len(content.tensors))])
                 self._told.inseparable.update(dict.fromkeys(keys, (key_text(key),)))

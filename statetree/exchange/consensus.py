@@ -7,15 +7,21 @@ the next collective works.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
+from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import torch
+
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
 from statetree.errors import RankMismatch, shown
+from statetree.leaves.leaf_numbers import text_number
+from statetree.spans.sums import signed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +49,20 @@ class Entry(NamedTuple):
     text: str
 
 
+class Alike(NamedTuple):
+    """Boxes of a part of a leaf, which the ranks that hold them must hold the same elements of."""
+
+    path: str
+    boxes: str
+    elements: int  # a number for them
+    holders: Sequence[int]  # the ranks that hold the same boxes, rising
+
+    def share(self, rank: int) -> int:
+        """Return a number. Those of all holders add up to zero exactly if (but for chance) they hold the same."""
+        weight = len(self.holders) - 1 if self.holders[0] == rank else -1
+        return weight * text_number(self.path, self.boxes, str(self.elements))
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """What a rank is about to do, in so far as the others must be about to do the same."""
@@ -53,6 +73,7 @@ class Fingerprint:
     entries: Sequence[Entry] | None = (Entry("", ""),)
     #: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
     details: Sequence[str] = ()
+    alike: Sequence[Alike] = ()  # what only those ranks must agree on that hold the same boxes
     nbytes: int = 0  # how many bytes it will send next
     device: int = 0  # the number of the type of device, among those of the group, that it would communicate from
     reads: bool = False  # whether it looks at elements that it receives before it can tell whether it is ready
@@ -76,7 +97,8 @@ class Fingerprint:
         stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
         inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
         proposed = _NEW + int.from_bytes(os.urandom(8), "little") % _NEW
-        return [0, proposed, _NOTHING, int(absent), self.nbytes, self.device, int(self.reads), *stated, *inverse]
+        facts = [int(self.reads), int(bool(self.alike))]
+        return [0, proposed, _NOTHING, int(absent), self.nbytes, self.device, *facts, *stated, *inverse]
 
 
 def text_digest(texts: Sequence[str]) -> bytes:
@@ -116,7 +138,7 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
 
     ``message`` is what the fingerprint tells, made in advance: from here on nothing of this rank's own may fail.
     """
-    failed, number, repeated, absent, nbytes, device, reads, *words = group.all_reduce_max(message)
+    failed, number, repeated, absent, nbytes, device, reads, compared, *words = group.all_reduce_max(message)
     if failed:
         raise _failed(verb, group, None)
     if repeated != _NOTHING:  # ranks that keep a call know now that others do not, and state what they hold as well
@@ -131,10 +153,32 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
         )
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
+    if compared:
+        _check_alike(verb, group, fingerprint.alike)
     key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
     assert len(key) == 3
     alike = stated[details] == inverse[details]
     return Consensus(key, alike, nbytes, bool(absent), group.devices[device], bool(reads), number - _NEW)
+
+
+def _check_alike(verb: str, group: Group, parts: Sequence[Alike]) -> None:
+    """Make sure that ranks that hold the same boxes hold the same there; otherwise all raise ``RankMismatch``."""
+    total = sum(part.share(group.rank) for part in parts)
+    if not group.all_reduce(torch.tensor([signed(total)], dtype=torch.int64, device="cpu")).any():
+        return
+    own = [part[:3] for part in parts]
+    held: defaultdict[tuple[str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for text, ranks in group.told_once(json.dumps(own).encode()):
+        for path, boxes, elements in json.loads(text):
+            held[path, boxes][elements] += ranks
+    for (path, boxes), found in sorted(held.items()):
+        if len(found) > 1:  # and not only meshes of which ranks know different ones
+            raise RankMismatch(
+                f"{verb}: the ranks do not hold the same at {path}, where ranks hold alike what is not cut with the "
+                f"tensor around it: expected the same elements of {boxes}, got different ones on "
+                f"{' and on '.join(map(ranks_named, map(sorted, found.values())))}. Nothing was moved. "
+                "Write the same into it on those ranks, from the one that is right."
+            )
 
 
 def all_repeat(verb: str, group: Group, number: int) -> bool:

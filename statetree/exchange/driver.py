@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.layouts import ChunkLayout
-    from statetree.exchange.consensus import Consensus
+    from statetree.exchange.consensus import Alike, Consensus
     from statetree.exchange.description import SourceTree
     from statetree.exchange.destination import Destination, Device, Rule
     from statetree.exchange.group import Timeout
@@ -164,14 +164,16 @@ class Exchange(Call):
     ) -> Fingerprint:
         entries: list[Entry] = []
         details: list[str] = []
+        alike: list[Alike] = []
         for number, manifest in enumerate(manifests):
-            found = manifest.entries()
+            found, held = manifest.entries(), manifest.alike(self.group)
             entries += [Entry(f"{path} (like)", text) for path, text in found] if number else found
+            alike += [part._replace(path=f"{part.path} (like)") for part in held] if number else held
             details += manifest.details()
         kinds = {chunks.device for manifest in manifests for chunks in manifest.chunks.values()}
         device = self.group.number_of(kinds)
         details.append(self.group.devices[device])
-        fingerprint = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
+        fingerprint = Fingerprint(self.described(), [*entries, *beside], details, alike, nbytes, device, reads)
         if self.options.get("union", True):
             return fingerprint
         return replace(fingerprint, remedy=f"{fingerprint.remedy} Where ranks hold different keys, pass union=True.")
@@ -249,7 +251,7 @@ class Exchange(Call):
                     preparation.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)
                     of_one_rank = manifest is source and self.options.get("src") is not None
                     if not (manifest.written or of_one_rank):
-                        preparation.told.append(manifest.assumed)
+                        preparation.alike.append(partial(manifest.alike, self.group))
             preparation.hold(target.source.spec, target.leaves, target.touched())
         return target.finish()
 
@@ -279,7 +281,7 @@ class Exchange(Call):
         src = self.options["src"]
         sent, sent_spans, own = (b"", (), None) if make is None else described(make)
         if like is None:
-            fingerprint = Fingerprint(self.described(), None, (), len(sent))
+            fingerprint = Fingerprint(self.described(), None, nbytes=len(sent))
         else:
             fingerprint = self._fingerprint([like], selection, nbytes=len(sent), reads=reads)
         consensus = self.agree(fingerprint)

@@ -10,7 +10,7 @@ import torch
 
 from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange.consensus import Entry
+from statetree.exchange.consensus import Alike, Entry
 from statetree.exchange.path_order import order_of
 from statetree.exchange.prepared import preparation_under_way
 from statetree.leaves.builtin import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.exchange.group import Group
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline, Recipe
     from statetree.tree.spec import TreeSpec
@@ -221,14 +222,19 @@ class Manifest:
         found = [*map(Entry, self.keys, texts), *self.structure]
         divided = sorted(self.texts, key=lambda path: path.sort_key())
         found += [Entry(f"{path} (leaf)", self.texts[path]) for path in divided]
-        if self.recipes and not self.written:
-            found.append(Entry("<parts that ranks hold alike>", self.assumed()))
         return found
 
-    def assumed(self) -> str:
-        """Return a text for the elements of parts that ranks with different chunks are taken to hold alike."""
-        sums = assumed_sums(self.leaves)
-        return " ".join(f"{self.keys[place]} {sums[index]}" for place, index in enumerate(self.order) if index in sums)
+    def alike(self, group: Group) -> list[Alike]:
+        """Return the parts that ranks with different chunks are taken to hold alike, where they hold the same boxes."""
+        sums = assumed_sums(self.leaves) if self.recipes and not self.written else {}
+        found = []
+        for name, index in zip(self.keys, self.order, strict=True) if sums else ():
+            if index in sums and self.chunks[index].boxes:
+                chunks = self.chunks[index]
+                # A part whose layout is not known is whole on every rank.
+                holders = range(group.size) if chunks.layout is None else chunks.layout.sharing(group.rank)[0]
+                found.append(Alike(name, ", ".join(map(str, chunks.boxes)), text_number(str(sums[index])), holders))
+        return found
 
     def _text(self, index: int) -> str:
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 from statetree.declare import renew_after_fork
 from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf
 from statetree.exchange.call import Call
-from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.executor import Action, Recorder
 from statetree.leaves.held_memory import HeldMemory
 from statetree.leaves.types.converted import is_copy
@@ -23,6 +23,7 @@ from statetree.torch_internals import quietly
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from statetree.exchange.consensus import Alike
     from statetree.tree.spec import TreeSpec
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Preparation:
         recorder: What would move.
         call: The call, once the collective has begun.
         held: The memory that it would move from and to.
-        told: Give texts that must be the same on all ranks, whenever elements move.
+        alike: Give parts that ranks must hold alike, whenever elements move.
         number: What all ranks know this call by, once they have agreed.
         is_repeatable: Whether the call depends on nothing but what the ranks have agreed on once, before they planned.
     """
@@ -44,7 +45,7 @@ class Preparation:
         self.recorder = Recorder()
         self.call: Call | None = None
         self.held: list[HeldMemory] = []
-        self.told: list[Callable[[], str]] = []
+        self.alike: list[Callable[[], list[Alike]]] = []
         self.number = 0
         self.is_repeatable = True
 
@@ -136,7 +137,7 @@ class Prepared(Generic[T]):
         self._tree: T | None = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
-        self._told = preparation.told
+        self._alike = preparation.alike
         self._closed = False
         self._name = f"the {call.verb} prepared as {preparation.number:x}"
         self._fingerprint = Fingerprint(self._name)
@@ -162,8 +163,8 @@ class Prepared(Generic[T]):
     def _move(self) -> T:
         with Call(self._verb, self._group if self._group.is_alive else self._group.alone()) as call:
             self._check()
-            told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
-            call.agree(Fingerprint(self._name, told) if told else self._fingerprint)
+            alike = [part for parts in self._alike for part in parts()]
+            call.agree(Fingerprint(self._name, alike=alike) if alike else self._fingerprint)
             self._recorder.replay()
         return self._tree  # type: ignore[return-value]  # not closed
 
@@ -193,7 +194,7 @@ class Prepared(Generic[T]):
     def _let_go(self) -> None:
         self._tree = None
         self._held = []
-        self._told = []
+        self._alike = []
         self._recorder.forget()
 
     def __enter__(self) -> Self:

@@ -263,8 +263,9 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
 def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     """Return numbers for the elements of those parts that ranks are taken to hold the same of, by their indices.
 
-    An inner tensor none of whose dims is cut with the ``DTensor`` (a scale of the whole tensor, say) must have the same
-    elements on ranks that hold different chunks: nobody could tell which one's is meant.
+    An inner tensor that is not cut along all dims of the ``DTensor`` that are cut (a scale of the whole tensor, or of
+    each row, say) must have the same elements on ranks that hold different chunks, but the same boxes of it: nobody
+    could tell which one's is meant.
     """
     chosen = [
         index

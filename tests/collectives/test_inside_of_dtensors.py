@@ -1,5 +1,6 @@
 """What the local tensor of a DTensor may be made of: wrappers of wrappers, results that are waited for, or an error."""
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
 from statetree.testing import run_ranks
+from tests.collectives.checks import attempt, check_in_step
+from tests.collectives.test_divided_leaves import A, Scaled, mesh_of
 
 NUMBERS = torch.arange(20.0).view(5, 4)
 VERBS = {
@@ -185,3 +188,55 @@ def wait_for_parts(directory: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_results_of_collectives_inside_are_waited_for(world_size, tmp_path):
     run_ranks(world_size, wait_for_parts, tmp_path)
+
+
+def two_dims(placements, values, scale):
+    """Return a DTensor over two mesh dims whose local tensor has one scale for each of the rows of this rank."""
+    mesh = mesh_of(2, 2)
+    rows = [Shard(0) if placement == Shard(0) else Replicate() for placement in placements]
+    own = distribute_tensor(values, mesh, placements)._local_tensor.clone()
+    local = Scaled(own, distribute_tensor(scale, mesh, rows)._local_tensor.clone(), tuple(own.shape))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=values.shape, stride=values.stride())
+
+
+def cut_scales_by_rows_alone(rows_first):
+    rank, codes = dist.get_rank(), A.to(torch.int8)
+    placements = [Shard(0), Shard(1)] if rows_first else [Shard(1), Shard(0)]
+    others = [Shard(1), Replicate()] if rows_first else [Shard(0), Shard(0)]
+
+    def check(found, expected):
+        for name in ("values", "scale"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+
+    for scale in (torch.arange(10.0), torch.arange(10.0).view(10, 1)):
+        whole = Scaled(codes, scale, (10, 7))
+        value, other = two_dims(placements, codes, scale), two_dims(others, codes, scale)
+        check(st.gather({"w": value})["w"], whole)
+        for source, target in ((value, other), (other, value), (value, value)):
+            fresh = two_dims(target.placements, codes * 0, scale * 0)
+            check(st.reshard({"w": source}, {"w": fresh})["w"]._local_tensor, target._local_tensor)
+            assert not fresh._local_tensor.scale.any()
+            st.reshard({"w": source}, {"w": fresh}, in_place=True)
+            check(fresh._local_tensor, target._local_tensor)
+        fresh = two_dims(placements, codes * 0, scale * 0)
+        check(st.distribute({"w": whole}, {"w": fresh})["w"]._local_tensor, value._local_tensor)
+        st.distribute({"w": whole} if rank == 3 else None, {"w": fresh}, src=3, in_place=True)
+        check(fresh._local_tensor, value._local_tensor)
+        assert st.audit({"w": value})
+        check(st.partition_replicas({"w": value})["w"]._local_tensor, value._local_tensor)
+        assert st.digest({"w": value}).tree == st.digest({"w": other}).tree
+        with st.prepare(st.gather, {"w": value}) as gathered:
+            value._local_tensor.scale.add_(1)
+            assert torch.equal(gathered()["w"].scale, scale + 1)
+            value._local_tensor.scale.add_(rank == 3)
+            for verb in (lambda _: gathered(), st.gather, st.digest, st.audit):
+                name, message = attempt(functools.partial(verb, {"w": value}))
+                assert name == "RankMismatch"
+                assert "at w.scale, where ranks hold alike" in message
+                assert f"on rank {2 if rows_first else 1} and on rank 3" in message
+                check_in_step()
+
+
+def test_scales_of_rows_are_cut_by_rows_alone_and_compared_where_ranks_hold_the_same_rows():
+    for rows_first in (True, False):
+        run_ranks(4, cut_scales_by_rows_alone, rows_first)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -353,6 +353,40 @@ def gather_rows(rows: int) -> None:
     assert gathered(Blocks(*own, [count, 4], sized=True)).block == [rows, 4]
     assert gathered(Named(*own, [count, 4], sized=False)).block == [rows, 4]
     assert torch.equal(gathered(Blocks(*own, [1, 4], sized=False)).scale, scale)
+
+
+def keep_scales_of_rows(what: str, placements: list[Shard], directory: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2)) if size == 4 else init_device_mesh("cpu", (size,))
+    by_rows = [placement if placement == Shard(0) else Replicate() for placement in placements]
+    for scale in (torch.arange(6.0), torch.arange(6.0).view(6, 1)):
+        codes, path = torch.arange(24, dtype=torch.int8).view(6, 4), directory / str(scale.dim())
+        codes, scale = (
+            distribute_tensor(part, mesh, cuts)._local_tensor.clone()
+            for part, cuts in ((codes, placements), (scale, by_rows))
+        )
+        local = Blocks(codes.clone(), scale.clone(), [1, 4], sized=False)
+        state = {"w": DTensor.from_local(local, mesh, placements, run_check=False, shape=(6, 4), stride=(4, 1))}
+        if what == "save":
+            st.save(state, path)
+            local.scale.add_(rank == 3)
+            with pytest.raises(st.CheckpointError, match=r"different elements of 'w\.scale'"):
+                st.save(state, directory / "unlike")
+        for in_place in (True, False):
+            local.codes.zero_()
+            local.scale.zero_()
+            found = st.load(path, state, in_place=in_place)["w"]._local_tensor
+            assert torch.equal(found.codes, codes)
+            assert torch.equal(found.scale, scale)
+
+
+def test_scales_of_rows_are_saved_where_ranks_divide_columns_too(tmp_path):
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+        directory = tmp_path / str(placements[0].dim)
+        directory.mkdir()
+        for world_size, what in ((4, "save"), (3, "load"), (2, "load"), (1, "load"), (4, "load")):
+            cuts = placements if world_size == 4 else placements[:1]
+            run_ranks(world_size, keep_scales_of_rows, what, cuts, directory)
 
 
 def test_a_block_of_one_row_is_not_taken_for_the_shape_of_a_rank_that_holds_one_row():
