@@ -54,13 +54,13 @@ class Alike(NamedTuple):
 
     path: str
     boxes: str
+    holders: list[int]  # the ranks that hold the same boxes, rising: of several meshes, those of this rank's own
     elements: int  # a number for them
-    holders: Sequence[int]  # the ranks that hold the same boxes, rising
 
     def share(self, rank: int) -> int:
         """Return a number. Those of all holders add up to zero exactly if (but for chance) they hold the same."""
         weight = len(self.holders) - 1 if self.holders[0] == rank else -1
-        return weight * text_number(self.path, self.boxes, str(self.elements))
+        return weight * text_number(self.path, self.boxes, str(self.holders), str(self.elements))
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,11 @@ def _check_alike(verb: str, group: Group, parts: Sequence[Alike]) -> None:
     total = sum(part.share(group.rank) for part in parts)
     if not group.all_reduce(torch.tensor([signed(total)], dtype=torch.int64, device="cpu")).any():
         return
-    own = [part[:3] for part in parts]
-    held: defaultdict[tuple[str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for text, ranks in group.told_once(json.dumps(own).encode()):
-        for path, boxes, elements in json.loads(text):
-            held[path, boxes][elements] += ranks
-    for (path, boxes), found in sorted(held.items()):
+    held: defaultdict[tuple[str, str, str], defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for text, ranks in group.told_once(json.dumps(parts).encode()):
+        for path, boxes, holders, elements in json.loads(text):
+            held[path, boxes, str(holders)][elements] += ranks
+    for (path, boxes, _), found in sorted(held.items()):
         if len(found) > 1:  # and not only meshes of which ranks know different ones
             raise RankMismatch(
                 f"{verb}: the ranks do not hold the same at {path}, where ranks hold alike what is not cut with the "

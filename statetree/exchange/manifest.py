@@ -233,7 +233,8 @@ class Manifest:
                 chunks = self.chunks[index]
                 # A part whose layout is not known is whole on every rank.
                 holders = range(group.size) if chunks.layout is None else chunks.layout.sharing(group.rank)[0]
-                found.append(Alike(name, ", ".join(map(str, chunks.boxes)), text_number(str(sums[index])), holders))
+                boxes, elements = ", ".join(map(str, chunks.boxes)), text_number(str(sums[index]))
+                found.append(Alike(name, boxes, list(holders), elements))
         return found
 
     def _text(self, index: int) -> str:

@@ -240,3 +240,22 @@ def cut_scales_by_rows_alone(rows_first):
 def test_scales_of_rows_are_cut_by_rows_alone_and_compared_where_ranks_hold_the_same_rows():
     for rows_first in (True, False):
         run_ranks(4, cut_scales_by_rows_alone, rows_first)
+
+
+def compare_in_each_mesh():
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    local = Scaled(torch.ones(4, 3, dtype=torch.int8), torch.ones(4), (4, 3))
+    tree = {"w": DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(4, 6), stride=(6, 1))}
+    with st.prepare(st.gather, tree) as gathered:
+        for differing in ([1], [1, 2], [0, 3]):  # where two meshes differ in opposite ways, it does not cancel out
+            local.scale.fill_(1 + (rank in differing))
+            for call in (gathered, lambda: st.gather(tree, replicas="first"), lambda: st.digest(tree)):
+                name, message = attempt(call)
+                assert name == "RankMismatch"
+                assert "at w.scale, where ranks hold alike" in message
+                assert "on rank 0 and on rank 1." in message or differing != [1]
+                check_in_step()
+
+
+def test_parts_that_ranks_hold_alike_are_compared_in_each_mesh():
+    run_ranks(4, compare_in_each_mesh)
