@@ -37,6 +37,8 @@ class BackgroundFuture(Future[T]):
         over.acquire()
         self._waiting.append(over)
         if not self._is_over and not over.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            with suppress(ValueError):  # it is over just now
+                self._waiting.remove(over)  # whoever asks again and again leaves nothing behind
             raise TimeoutError
 
     def result(self, timeout: float | None = None) -> T:

@@ -235,6 +235,7 @@ def test_a_future_that_is_not_done_in_time(tmp_path, monkeypatch):
         for wait in (future.result, future.exception):
             with pytest.raises(TimeoutError):
                 wait(0.01)
+            assert not future._waiting
         opened.set()
         assert future.exception(units(10)) is None
         assert future.result(-1) is None
