@@ -22,7 +22,7 @@ from statetree.exchange.call import on_all_ranks
 from statetree.files.publishing import is_alone
 from statetree.files.remote import refuse_url
 from statetree.stager.stager import Stager
-from statetree.stager.workers import BackgroundFuture, aside
+from statetree.stager.workers import BackgroundFuture, aside, queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,16 +199,13 @@ def start(
     future = SaveFuture(background.mark)
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
 
-    def queue() -> bool:
+    def queue() -> Future[None] | None:
         if running is not None:
             running.append(future)
-        with suppress(RuntimeError):  # as in ``queued``
-            background.executor.submit(_run, background, future, held, save)
-            return True
-        return False
+        return queued(background.executor, _run, background, future, held, save)
 
     try:
-        if not aside(queue):
+        if aside(queue) is None:
             _run(background, future, held, save)
     except BaseException as error:
         with suppress(IndexError):  # it has begun

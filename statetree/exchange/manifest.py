@@ -226,9 +226,11 @@ class Manifest:
 
     def alike(self, group: Group) -> list[Alike]:
         """Return the parts that ranks with different chunks are taken to hold alike, where they hold the same boxes."""
-        sums = assumed_sums(self.leaves) if self.recipes and not self.written else {}
+        if not self.recipes or self.written:
+            return []
+        sums = assumed_sums(self.leaves)
         found = []
-        for name, index in zip(self.keys, self.order, strict=True) if sums else ():
+        for name, index in zip(self.keys, self.order, strict=True):
             if index in sums and self.chunks[index].boxes:
                 chunks = self.chunks[index]
                 # A part whose layout is not known is whole on every rank.

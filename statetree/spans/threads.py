@@ -95,9 +95,11 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
             gone.release()
 
     try:
-        _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last, gone.acquire)
+        _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last)
     except RuntimeError:  # no thread can be started; or what comes last fails, as it does again
         _call_all(*jobs, *last)
+    else:
+        gone.acquire()  # a signal may come here: all is written
     if errors:
         del errors[1:]
         raise errors.pop()  # and keep none: their tracebacks hold what was copied

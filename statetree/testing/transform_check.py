@@ -124,7 +124,7 @@ def check_transform(
     A law is checked with ordinary training states, with states that are known to be hard, and with trees that
     hypothesis draws: the same ones in every run. The first state that breaks the law is reduced, and shown as a test
     that can be pasted. An exception of the transform breaks only the law ``accepts``: the other laws are checked on
-    accepted states. A law does not hold if there is none.
+    accepted states, and not judged if there is none.
 
     Args:
         fn: A function of one tree.

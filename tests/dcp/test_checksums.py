@@ -313,3 +313,15 @@ def test_a_piece_in_the_place_of_another_is_told(tmp_path):
     path.write_bytes(data[: b.offset] + data[a.offset : a.offset + a.length] + data[b.offset + b.length :])
     with pytest.raises(statetree.CheckpointError, match=r"the entry 'b': it is damaged: expected the checksum"):
         statetree.load(tmp_path, state, in_place=True)
+
+
+def test_an_error_of_a_plain_value_names_one_remedy(tmp_path):
+    statetree.save({"a": torch.ones(3), "v": "some text"}, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1  # of the value, which comes first
+    file.write_bytes(data)
+    with pytest.raises(statetree.CheckpointError, match=r"the value cannot be read: .* is not where") as found:
+        statetree.load(tmp_path / "a", verify=False)
+    assert str(found.value).count("get another copy.") == 1
+    assert ".." not in str(found.value)

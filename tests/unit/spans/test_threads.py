@@ -243,6 +243,51 @@ def test_a_signal_is_handled_when_all_threads_are_over():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_the_thread_has_left_torch_when_the_call_is_over(monkeypatch):
+    class Event:
+        def __init__(self):
+            self.inner, self.is_left = event(), False
+            events.append(self)
+
+        def wait(self):
+            self.inner.wait()
+
+        def set_result(self, result):
+            self.inner.set_result(result)
+            time.sleep(0.05)  # as long as another thread has the GIL
+            self.is_left = True
+
+    events, event = [], threads.uninterrupted_event
+    monkeypatch.setattr(threads, "uninterrupted_event", Event)
+    call_together([lambda: None, lambda: None], 2)
+    assert [each.is_left for each in events] == [True]
+
+
+def test_what_a_handler_raises_while_the_thread_leaves_is_raised(monkeypatch):
+    class Event:
+        def __init__(self):
+            self.inner = event()
+            self.wait = self.inner.wait
+
+        def set_result(self, result):
+            self.inner.set_result(result)
+            time.sleep(0.05)  # until the main thread waits for this one
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+
+    def handle(*_):
+        raise RuntimeError("of the handler")
+
+    event, done, before = threads.uninterrupted_event, [], signal.signal(signal.SIGUSR1, handle)
+    monkeypatch.setattr(threads, "uninterrupted_event", Event)
+    try:
+        with pytest.raises(RuntimeError, match="of the handler"):
+            call_together([lambda: done.append(1), lambda: done.append(2)], 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert sorted(done) == [1, 2]
+
+
 def test_nothing_is_held_afterwards():
     target, source = torch.empty(2 * SERIAL), torch.zeros(2 * SERIAL)
     copied([target], [source])
