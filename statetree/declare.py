@@ -1,21 +1,26 @@
-"""What code declares: transforms how ``chain`` applies them, properties that they are cached, phases what they are."""
+"""What code declares: verbs that they are quiet, transforms how ``chain`` applies them, properties, phases."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Generic, Self, TypeVar, cast, overload
+from functools import wraps
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 from torch.autograd.profiler import record_function
 
-from statetree.torch_internals import is_profiling, quietly
+from statetree.torch_internals import called_quietly, is_profiling, never_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
 #: Transforms that every rank of a group has to call, each with a function that says for which options it has not.
@@ -63,6 +68,94 @@ def is_collective(step: Callable[..., Any]) -> bool:
     except TypeError:  # a callable that cannot be hashed
         return False
     return alone is not None and not alone(getattr(step, "keywords", {}))
+
+
+def quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare that a function's torch operations mean what they say (a decorator).
+
+    It is called as ``called_quietly`` does; what ``check_later`` was told is checked in the end.
+    """
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return called_quietly(with_checks, function, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return never_compiled(wrapper)
+
+
+class _Later(threading.local):
+    checks: dict[tuple[Any, ...], None] | None = None
+
+
+_LATER: Final = _Later()
+
+
+def check_later(check: Callable[..., None], *args: Any) -> None:
+    """Have something checked when the outermost ``quietly`` or ``with_checks`` of this thread ends; outside, at once.
+
+    Elements in memory that is mapped from a file are read by whichever copy comes to them, long after the file was
+    looked at. Whether it changed meanwhile can be told only after the last of them was read: when the verb ends.
+    """
+    if _LATER.checks is None:
+        check(*args)
+    else:
+        _LATER.checks[check, *args] = None
+
+
+def check_now() -> None:
+    """Check what was left to be checked, for a verb that does something with what it has read."""
+    checks = _LATER.checks or {}
+    done = 0
+    while done < len(checks):  # a check may leave another one to be made
+        for check, *args in list(checks)[done:]:
+            done += 1
+            check(*args)
+
+
+def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function, and then what was left to be checked."""
+    if _LATER.checks is not None:  # a call inside another, which checks when it ends
+        return function(*args, **kwargs)
+    try:
+        _LATER.checks = {}
+        _delay_full_collections()
+        result = function(*args, **kwargs)
+        try:
+            check_now()
+        except BaseException:
+            del result  # the traceback would keep it, and with it the memory that a stage leased
+            raise
+        return result
+    finally:
+        _LATER.checks = None
+        _allow_full_collections()
+
+
+#: A threshold that nobody else asks for, and that is never reached.
+_NEVER: Final = 2**31 - 2
+#: The garbage collector's thresholds, while the main thread is inside a verb.
+_thresholds: list[int] = []
+
+
+def _delay_full_collections() -> None:
+    """Have the garbage collector look at young objects alone until the main thread's verb ends.
+
+    A verb makes tens of objects for each leaf, and as the number of objects grows by a quarter, Python looks at all
+    that the process holds: that took half the time of saving or loading ten thousand tensors. One full collection
+    after the verb does as well. Saves in other threads may take minutes; they leave training its collector.
+    """
+    thresholds = gc.get_threshold()
+    if thresholds[2] != _NEVER and threading.get_ident() == threading.main_thread().ident:
+        _thresholds[:] = thresholds
+        gc.set_threshold(*thresholds[:2], _NEVER)
+
+
+def _allow_full_collections() -> None:
+    """Undo that, unless somebody set other thresholds. What an interrupt leaves undone, the next verb's end does."""
+    if _thresholds and threading.get_ident() == threading.main_thread().ident:
+        if gc.get_threshold()[2] == _NEVER:
+            gc.set_threshold(*_thresholds)
+        _thresholds.clear()
 
 
 class cached_property(Generic[T]):
@@ -127,3 +220,4 @@ def _renew_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
+    os.register_at_fork(after_in_child=_allow_full_collections)  # the verb may be another thread's

@@ -42,7 +42,8 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.errors import UnsupportedLeaf, check_now, pass_on_from_signal, shown, warn, with_checks
+from statetree.declare import check_now, with_checks
+from statetree.errors import UnsupportedLeaf, pass_on_from_signal, shown, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text

@@ -11,8 +11,8 @@ from operator import call as call_alone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from statetree.declare import phase
-from statetree.errors import CheckpointError, pass_on_from_signal, with_checks
+from statetree.declare import phase, with_checks
+from statetree.errors import CheckpointError, pass_on_from_signal
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.declare import phase
-from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_later
+from statetree.declare import check_later, phase, quietly
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
@@ -28,7 +28,6 @@ from statetree.leaves.copying import prepared_copy
 from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for
 from statetree.tree.pruning import pruned
 from statetree.tree.selection import selected

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
 
-from statetree.errors import CheckpointError, check_later
+from statetree.declare import check_later
+from statetree.errors import CheckpointError
 from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
