@@ -41,6 +41,7 @@ class TensorArchive:
     def __init__(self, head: bytes, nbytes: int, end: bytes, stride: tuple[int, ...]) -> None:
         self.head, self.nbytes, self._end, self.stride = head, nbytes, end, stride
         self.length = len(head) + nbytes + len(end)
+        self._before = joined(crc32(head), 0, nbytes)  # what the head adds to the CRC-32 of all
         begin = _after_name(end, _ID)
         self._id = slice(begin, begin + _ID_BYTES)
         self._crcs, places, at = {}, {}, end.index(_SIGNATURE, begin)
@@ -67,7 +68,7 @@ class TensorArchive:
 
     def checksum(self, of_memory: int, end: bytes) -> int:
         """Return the CRC-32 of an archive, from that of its memory."""
-        return crc32(end, joined(crc32(self.head), of_memory, self.nbytes))
+        return crc32(end, self._before ^ of_memory)
 
     def stated(self, place: FileRange) -> tuple[int, int] | None:
         """Return the CRC-32 that a file says the memory has, and its own then; ``None`` if it is no such archive."""
