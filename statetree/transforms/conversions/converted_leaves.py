@@ -63,6 +63,7 @@ class LeafMaker:
     def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
         self._leaves = leaves
         self._paths = cache(spec.paths)
+        self._alone = this_rank_alone()
         self._copies: dict[Any, torch.Tensor] = {}  # what was copied, by the views that it was copied from
         self._copied: dict[int, set[Any]] = {}  # for each leaf that was, which copies
 
@@ -190,11 +191,11 @@ class LeafMaker:
 
     def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made of distributed ones: these themselves, if it was made of one before."""
-        rows, alone = [], this_rank_alone()
+        rows = []
         for index, block in plan.blocks:
             try:
                 leaf, leaf_type, region = _origin_of(materialized(self._leaves[index]), block.source, block.sizes)
-                rows.append((AxisPart(leaf, leaf_type, region, block.sizes, alone), block))
+                rows.append((AxisPart(leaf, leaf_type, region, block.sizes, self._alone), block))
             except UnsupportedLeaf as error:
                 raise located_error("Conversion", "convert", error, self._paths, list(self._leaves), index) from error
         filled = [(part, block) for part, block in rows if 0 not in block.sizes]
