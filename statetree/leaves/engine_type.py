@@ -127,6 +127,10 @@ class EngineLeafType(LeafType):
         """Return a fresh value of what ``contents`` returns."""
         return self.pack(context, parts)
 
+    def local_pair(self, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor] | None:  # noqa: ARG002 - for others
+        """Return the plain local tensors of two values that differ in nothing else; ``None`` if they may."""
+        return None
+
     def elements_only(self, context: Any) -> bool:  # noqa: ARG002 - for others
         """Whether the parts hold elements alone, and nothing that putting them together depends on."""
         return False

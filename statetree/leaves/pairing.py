@@ -39,10 +39,11 @@ class LeafPairing:
         right_spec: The structure of the right tree.
         differences: Differences of structure. The leaves that they concern have no partner, and no position below.
         missing: Leaves that only one side has, where that is allowed.
-        ordinary: The positions at which both sides hold ordinary strided tensors with memory.
+        ordinary: The positions at which both sides hold ordinary strided tensors with memory, or distributed ones that
+            differ in nothing but the elements of such local tensors.
         atoms: The positions at which both sides hold atoms.
         others: All other positions.
-        columns: The columns of the ordinary tensors, left and right.
+        columns: The columns of the ordinary tensors, or local tensors, left and right.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LeafPairing:
         self.ordinary: Sequence[int] = ()
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
+        self._tensors = self.left, self.right  # local tensors in the place of ordinary leaves that are distributed
         self._find_ordinary([index for index, partner in enumerate(order or ()) if partner < 0])
 
     def _find_ordinary(self, lonely: Sequence[int]) -> None:
@@ -79,6 +81,8 @@ class LeafPairing:
             named = list(map(kinds.__getitem__, classes))
             for index in lonely:
                 named[index] = "lonely"
+            if "local" in named:
+                self._find_local([index for index, kind in enumerate(named) if kind == "local"], named)
             self.ordinary, self.atoms, self.others = (
                 [index for index, kind in enumerate(named) if kind == wanted]
                 for wanted in ("ordinary", "atoms", "others")
@@ -89,6 +93,14 @@ class LeafPairing:
                 return
         if not all(map(_have_memory, self.columns)):
             self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in self.columns))))
+
+    def _find_local(self, candidates: Sequence[int], named: list[str]) -> None:
+        left, right = self._tensors = list(self.left), list(self.right)
+        for index in candidates:
+            leaf_type = leaf_type_of(type(left[index]))
+            pair = None if leaf_type is None else leaf_type.local_pair(left[index], right[index])
+            named[index] = "others" if pair is None else "ordinary"
+            left[index], right[index] = pair or (left[index], right[index])
 
     def completed(self, leaves: Sequence[Any]) -> Any:
         """Return the right tree in fresh containers, with other leaves, of the left tree, where that has a partner."""
@@ -113,9 +125,10 @@ class LeafPairing:
         self._find_columns()
 
     def _find_columns(self) -> None:
+        left, right = self._tensors
         self.columns = (
-            Columns([self.left[index] for index in self.ordinary]),
-            Columns([self.right[index] for index in self.ordinary]),
+            Columns([left[index] for index in self.ordinary]),
+            Columns([right[index] for index in self.ordinary]),
         )
 
 
@@ -134,6 +147,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _kind(left: type, right: type) -> str:
     if left in _ORDINARY and right in _ORDINARY:
         return "ordinary"
+    leaf_type = leaf_type_of(left)
+    if left is right and leaf_type is not None and leaf_type.local_tensor is not None:
+        return "local"
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
 
 

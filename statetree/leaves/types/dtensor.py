@@ -85,6 +85,12 @@ class DTensorType(EngineLeafType):
             "local shape": value._local_tensor.shape,
         }
 
+    def local_pair(self, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        x, y = a._local_tensor, b._local_tensor
+        plain = type(x) is torch.Tensor and type(y) is torch.Tensor and not x.__dict__ and not y.__dict__
+        same = plain and x.shape == y.shape and a.shape == b.shape and (a._spec is b._spec or a._spec == b._spec)
+        return (x, y) if same else None
+
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
         """Return which chunks of a ``DTensor`` this rank holds, and where the others are."""
         spec, local = value._spec, value._local_tensor
