@@ -19,7 +19,7 @@ from statetree.torch_internals import carry_tangents, is_zero_tensor
 from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
@@ -173,7 +173,7 @@ def unpack(
     owners: Sequence[int] = plain
     recipes: dict[int, Recipe] = {}
     if rest:
-        unpacker = _Unpacker(list(columns.tensors))
+        unpacker = _Unpacker(list(columns.tensors), _local_views([leaves[index] for index in rest]))
         owners = list(plain)
         if together:
             unpacker, recipes, more = _unpack_together(leaves, rest, unpacker)
@@ -188,6 +188,8 @@ def unpack(
             owners += [index] * (len(unpacker.parts) - len(owners))
         if len(owners) > len(plain):
             columns = Columns(unpacker.parts)
+            if unpacker.views and not recognise(columns, memory=memory):
+                are_views(columns)  # and are recognised the next time
     return Unpacked(verb, leaves, paths, columns, owners, plain, recipes)
 
 
@@ -201,7 +203,7 @@ def _unpack_together(
     chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
     if len(chosen) < 2:
         return unpacker, {}, []
-    attempt = _Unpacker(list(unpacker.parts))
+    attempt = _Unpacker(list(unpacker.parts), unpacker.views)
     owners: list[int] = []
     try:
         tensors, context, owner_of = OPAQUE.unpack_together([leaves[index] for index in chosen])
@@ -273,6 +275,15 @@ def _plain_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], l
     return plain, sorted([*rest, *set(positions).difference(plain)]), columns
 
 
+def _local_views(leaves: Sequence[Any]) -> Collection[int]:
+    """Return the ids of the local tensors of distributed leaves, if none of them needs packing."""
+    types = {cls: leaf_type_of(cls) for cls in set(map(type, leaves))}
+    names = {cls: found.local_tensor for cls, found in types.items() if found and found.local_tensor}
+    columns = Columns([getattr(leaf, names[type(leaf)]) for leaf in leaves if type(leaf) in names])
+    is_plain = columns.tensors and columns.no_subclasses and (recognise(columns, memory=False) or are_views(columns))
+    return set(map(id, columns.tensors)) if is_plain and _need_no_packing(columns) else ()
+
+
 def _need_no_packing(columns: Columns) -> bool:
     """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
     if not columns.no_subclasses or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
@@ -299,8 +310,9 @@ def are_views(columns: Columns) -> bool:
 
 
 class _Unpacker:
-    def __init__(self, parts: list[torch.Tensor]) -> None:
+    def __init__(self, parts: list[torch.Tensor], views: Collection[int] = ()) -> None:
         self.parts = parts
+        self.views = views  # the ids of tensors inside leaves that are known to need no packing
         self._seen: dict[int, Recipe] = {id(part): index for index, part in enumerate(parts)}
         self._open: set[int] = set()  # what is being unpacked
         self._alive: list[Any] = []  # keeps the ids in _seen from being handed out again
@@ -314,6 +326,9 @@ class _Unpacker:
         seen = self._seen.get(identity)
         if seen is not None:
             return seen
+        if identity in self.views:
+            self._seen[identity] = part = self._plain(value)
+            return part
         if identity in self._open:
             raise UnsupportedLeaf(
                 f"the leaf at %PATH% ({describe_leaf(value)}) holds itself, in its attributes or its inner tensors: "

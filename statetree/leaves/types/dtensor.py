@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -58,7 +59,9 @@ class DTensorType(EngineLeafType):
         begin = local
         if type(local) is torch.Tensor and local.storage_offset():
             begin = local.as_strided(local.shape, local.stride(), 0)
-        fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
+        # DTensor.__init__ does nothing, inside of wrappers for torch.compile that take as long as making the tensor.
+        make = partial(context.cls.__new__, context.cls) if context.cls.__init__ is DTensor.__init__ else context.cls
+        fresh: Any = make(begin, context.spec, requires_grad=context.requires_grad)
         fresh._local_tensor = local
         set_attributes(fresh, attributes)
         return fresh  # type: ignore[no-any-return]
