@@ -132,6 +132,8 @@ class _CopyJob:
 
     def differences(self, *, cast: bool) -> list[Difference]:
         """Return why elements cannot be written there, as far as it does not show in the leaves' facts."""
+        self._check_memory(self.sources)  # before elements are looked at
+        self._check_memory(self.targets)
         if not all(self.targets.contiguous):
             self._leave_out_repeated()
         for index in self._converted():
@@ -139,8 +141,6 @@ class _CopyJob:
             if not (cast and castable(a, b)):
                 self._refuse(self.leaves[index], "dtype", a, b)
         self._check_negatives()
-        self._check_memory(self.sources)
-        self._check_memory(self.targets)
         for index, is_inference in zip(self.leaves, self.targets.inference, strict=True):
             if is_inference:
                 self._refuse(index, "writability", "a tensor to copy", "an inference tensor")

@@ -123,3 +123,97 @@ def test_a_collective_met_twice_is_one_tensor_again():
     again = repacked([waiting, waiting])
     assert again[0] is again[1]
     assert_trees_equal(repacked(again), again)
+
+
+def shards_of(mesh, count, first=None, placement=None):
+    """Return so many DTensors, of which one is made otherwise."""
+    locals_ = [torch.arange(8.0).view(4, 2) + number for number in range(count)]
+    locals_[0] = locals_[0] if first is None else first
+    return {
+        f"w{number}": DTensor.from_local(local, mesh, [placement if placement and not number else Shard(0)])
+        for number, local in enumerate(locals_)
+    }
+
+
+def noted(tensor):
+    tensor.note = "kept"
+    return tensor
+
+
+def freed_local(mesh, count):
+    tree = shards_of(mesh, count)
+    tree["w0"]._local_tensor.untyped_storage().resize_(0)
+    return tree
+
+
+def twice(mesh, count):
+    tree = shards_of(mesh, count)
+    return {**tree, "w1": tree["w0"], "view": tree["w0"]._local_tensor[1:], "step": 3}
+
+
+def waiting(mesh, count):
+    tree = shards_of(mesh, count)
+    tree["w0"]._local_tensor = collectives.all_reduce(tree["w0"]._local_tensor, "sum", dist.group.WORLD)
+    return tree
+
+
+ONE_IS_OTHERWISE = {
+    "none": shards_of,
+    "other numbers": lambda mesh, count: shards_of(mesh, count, torch.full((4, 2), -0.0)),
+    "transposed": lambda mesh, count: shards_of(mesh, count, torch.arange(8.0).view(2, 4).t()),
+    "overlaps itself": lambda mesh, count: shards_of(mesh, count, torch.ones(1, 2).expand(4, 2)),
+    "dtype": lambda mesh, count: shards_of(mesh, count, torch.ones(4, 2, dtype=torch.int16)),
+    "shape": lambda mesh, count: shards_of(mesh, count, torch.ones(3, 2)),
+    "empty": lambda mesh, count: shards_of(mesh, count, torch.ones(0, 2)),
+    "placement": lambda mesh, count: shards_of(mesh, count, placement=Replicate()),
+    "partial": lambda mesh, count: shards_of(mesh, count, placement=Partial()),
+    "conjugated": lambda mesh, count: shards_of(mesh, count, torch.ones(4, 2, dtype=torch.complex64).conj()),
+    "on meta": lambda mesh, count: shards_of(mesh, count, torch.ones(4, 2, device="meta")),
+    "freed": freed_local,
+    "attribute": lambda mesh, count: shards_of(mesh, count, noted(torch.ones(4, 2))),
+    "sparse beside": lambda mesh, count: {**shards_of(mesh, count), "sparse": torch.eye(2).to_sparse()},
+    "twice": twice,
+    "async": waiting,
+}
+
+
+def shown(leaf):
+    """Return the elements of a leaf as text; torch does not survive printing memory that was freed."""
+    local = getattr(leaf, "_local_tensor", leaf)
+    if not isinstance(local, torch.Tensor) or local.is_meta or local.layout != torch.strided:
+        return str(leaf)
+    return str(local) if local.untyped_storage().nbytes() else "freed"
+
+
+def told(verb, *args):
+    """Return what a verb does with trees: its result, or its error, and what the last tree holds then."""
+    try:
+        result = verb(*args)
+    except st.StateTreeError as error:
+        result = error
+    # Of two that are tied, either may be named first.
+    said = [*map(shown, result.values())] if isinstance(result, dict) else str(result).replace("w1", "w0")
+    return said, [*map(shown, args[-1].values())]
+
+
+def test_a_freed_local_tensor_beside_a_target_that_overlaps_itself_is_an_error(mesh):
+    target = shards_of(mesh, 1, torch.ones(1, 2).expand(4, 2))
+    with pytest.raises(st.UnsupportedLeaf, match="w0"):  # nothing reads the memory that is not there
+        st.copy_into(freed_local(mesh, 1), target)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [pair for name in ONE_IS_OTHERWISE for pair in [(name, "none"), ("none", name), (name, name), ("freed", name)]],
+)
+def test_many_together_come_to_the_same_as_one_by_one(mesh, monkeypatch, one, other):
+    verbs = [st.similarity, st.copy_into, lambda a, b: st.copy_into(a, b, cast=True)]
+
+    def tell():
+        sides = ONE_IS_OTHERWISE[one], ONE_IS_OTHERWISE[other]
+        return [told(verb, *(make(mesh, 70) for make in sides)) for verb in verbs for _ in range(3)]
+
+    together = tell()
+    monkeypatch.setattr(type(DTENSOR), "local_pair", lambda *_: None)
+    monkeypatch.setattr("statetree.leaves.parts._local_views", lambda _: ())
+    assert together == tell()
