@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.autograd.profiler import record_function
 
+from statetree.errors import in_verb, with_checks
 from statetree.torch_internals import called_quietly, is_profiling, never_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,63 +79,26 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        return called_quietly(with_checks, function, *args, **kwargs)  # type: ignore[no-any-return]
+        return called_quietly(undisturbed, function, *args, **kwargs)  # type: ignore[no-any-return]
 
     return never_compiled(wrapper)
-
-
-class _Later(threading.local):
-    checks: dict[tuple[Any, ...], None] | None = None
-
-
-_LATER: Final = _Later()
-
-
-def check_later(check: Callable[..., None], *args: Any) -> None:
-    """Have something checked when the outermost ``quietly`` or ``with_checks`` of this thread ends; outside, at once.
-
-    Elements in memory that is mapped from a file are read by whichever copy comes to them, long after the file was
-    looked at. Whether it changed meanwhile can be told only after the last of them was read: when the verb ends.
-    """
-    if _LATER.checks is None:
-        check(*args)
-    else:
-        _LATER.checks[check, *args] = None
-
-
-def check_now() -> None:
-    """Check what was left to be checked, for a verb that does something with what it has read."""
-    checks = _LATER.checks or {}
-    done = 0
-    while done < len(checks):  # a check may leave another one to be made
-        for check, *args in list(checks)[done:]:
-            done += 1
-            check(*args)
-
-
-def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function, and then what was left to be checked."""
-    if _LATER.checks is not None:  # a call inside another, which checks when it ends
-        return function(*args, **kwargs)
-    try:
-        _LATER.checks = {}
-        _delay_full_collections()
-        result = function(*args, **kwargs)
-        try:
-            check_now()
-        except BaseException:
-            del result  # the traceback would keep it, and with it the memory that a stage leased
-            raise
-        return result
-    finally:
-        _LATER.checks = None
-        _allow_full_collections()
 
 
 #: A threshold that nobody else asks for, and that is never reached.
 _NEVER: Final = 2**31 - 2
 #: The garbage collector's thresholds, while the main thread is inside a verb.
 _thresholds: list[int] = []
+
+
+def undisturbed(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function ``with_checks``; where it is a verb of its own, full garbage collections wait until it ends."""
+    if in_verb():
+        return function(*args, **kwargs)
+    try:
+        _delay_full_collections()
+        return with_checks(function, *args, **kwargs)
+    finally:
+        _allow_full_collections()
 
 
 def _delay_full_collections() -> None:

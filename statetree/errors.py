@@ -1,21 +1,28 @@
-"""Every exception that statetree raises, the record of a difference between trees, and what is done with errors."""
+"""Every exception that statetree raises, the record of a difference between trees, and what is done with errors.
+
+And what is checked once more when a verb ends, for errors that can be told only then.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from statetree.key_paths import is_tensor, literal, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from statetree.key_paths import Path
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: How many differences a message spells out before it only counts them.
 SHOWN_DIFFERENCES = 20
@@ -263,3 +270,54 @@ def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
     path = getattr(error, "path", None)
     if isinstance(path, tuple) and path and path[0] in paths:
         error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]
+
+
+class _Later(threading.local):
+    checks: dict[tuple[Any, ...], None] | None = None
+
+
+_LATER: Final = _Later()
+
+
+def in_verb() -> bool:
+    """Whether this thread is inside of ``with_checks``."""
+    return _LATER.checks is not None
+
+
+def check_later(check: Callable[..., None], *args: Any) -> None:
+    """Have something checked when the outermost ``quietly`` or ``with_checks`` of this thread ends; outside, at once.
+
+    Elements in memory that is mapped from a file are read by whichever copy comes to them, long after the file was
+    looked at. Whether it changed meanwhile can be told only after the last of them was read: when the verb ends.
+    """
+    if _LATER.checks is None:
+        check(*args)
+    else:
+        _LATER.checks[check, *args] = None
+
+
+def check_now() -> None:
+    """Check what was left to be checked, for a verb that does something with what it has read."""
+    checks = _LATER.checks or {}
+    done = 0
+    while done < len(checks):  # a check may leave another one to be made
+        for check, *args in list(checks)[done:]:
+            done += 1
+            check(*args)
+
+
+def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function, and then what was left to be checked."""
+    if in_verb():  # a call inside another, which checks when it ends
+        return function(*args, **kwargs)
+    try:
+        _LATER.checks = {}
+        result = function(*args, **kwargs)
+        try:
+            check_now()
+        except BaseException:
+            del result  # the traceback would keep it, and with it the memory that a stage leased
+            raise
+        return result
+    finally:
+        _LATER.checks = None

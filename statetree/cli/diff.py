@@ -13,8 +13,7 @@ from statetree.cli.entries import selection
 from statetree.cli.progress import tracked
 from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured
-from statetree.declare import with_checks
-from statetree.errors import Difference
+from statetree.errors import Difference, with_checks
 from statetree.files.leaf_text import leaf_text, short_value
 from statetree.files.page import write_page
 from statetree.files.shared_bytes import shared_bytes

@@ -17,7 +17,7 @@ import torch
 
 from statetree.chunks.boxes import Box, whole_box
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, pass_on_from_signal
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
@@ -34,6 +34,8 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES: Final = 2 << 30
 _MAX_TOLD: Final = 1000
 _LARGEST: Final = 2**62
+#: In how many folders a checkpoint is looked for: on a server, each is a request.
+_MOST_LOOKED_AT: Final = 100
 
 T = TypeVar("T")
 
@@ -148,7 +150,12 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
         what = "it is not a directory"
     elif isinstance(error, FileNotFoundError):
         what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
-        inside_it = sorted(path.parent.name for path in directory.glob(f"*/{METADATA}"))
+        inside_it: list[str] = []
+        try:
+            folders = sorted(directory.iterdir())[-_MOST_LOOKED_AT:]
+            inside_it = [folder.name for folder in folders if (folder / METADATA).exists()]
+        except OSError as failure:
+            pass_on_from_signal(failure)
         if inside_it:
             what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
     else:

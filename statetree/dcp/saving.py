@@ -42,8 +42,8 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.declare import check_now, with_checks
-from statetree.errors import UnsupportedLeaf, pass_on_from_signal, shown, warn
+from statetree.declare import undisturbed
+from statetree.errors import UnsupportedLeaf, check_now, pass_on_from_signal, shown, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
@@ -125,7 +125,7 @@ def write(
     check_alive("save", group)
     save = StateSave(state, directory, group, options)
     with checkpoint_errors("save", directory):
-        with_checks(save.run)
+        undisturbed(save.run)
     if save.unmade:
         msg = (
             f"save: what restore does not make by itself, at:\n  {shown(save.unmade)}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -11,7 +10,7 @@ from operator import call as call_alone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from statetree.declare import phase, with_checks
+from statetree.declare import phase, undisturbed
 from statetree.errors import CheckpointError, pass_on_from_signal
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
@@ -19,7 +18,7 @@ from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import Together, upload_whole, write_whole
 from statetree.files.ranges import OpenFiles
-from statetree.files.remote import RemoteFiles, RemotePath, is_url
+from statetree.files.remote import RemoteFiles, RemotePath, place_of
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
@@ -94,7 +93,8 @@ def opened(
         True
     """
     options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
-    checkpoint, files = (_far(path), RemoteFiles(**options)) if is_url(path) else (Path(path), OpenFiles(**options))
+    checkpoint = place_of(path)
+    files = (RemoteFiles if isinstance(cast("Any", checkpoint), RemotePath) else OpenFiles)(**options)
     try:
         beginning = _beginning(checkpoint, files)
         found = next((known for known in _formats() if known.recognises(checkpoint, beginning)), None)
@@ -105,14 +105,6 @@ def opened(
     except OSError as error:
         pass_on_from_signal(error)
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
-
-
-def _far(url: str | os.PathLike[str]) -> Path:
-    """Return the place that a URL names. A ``Path`` of it has lost slashes."""
-    if isinstance(url, RemotePath):
-        return cast("Path", url)
-    protocol, path = re.split(r":/+", os.fspath(url).lstrip(), maxsplit=1)
-    return RemotePath.of(f"{protocol}://{'/' if protocol == 'file' else ''}{path}")
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
@@ -193,7 +185,7 @@ def save(
     overwrite: bool = True,
     shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
-    protected: Collection[Path] = (),
+    protected: Collection[str | os.PathLike[str]] = (),
 ) -> None:
     """Write a tree to a checkpoint, in the format that the suffix of its name says.
 
@@ -259,14 +251,16 @@ def save(
         if is_together and not by_all and ranks.rank:
             return []
         with phase("save.write"):
-            return with_checks(found.write, tree, folder, target.name, options)
+            return undisturbed(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
-    how = {"is_directory": found.is_directory, "overwrite": overwrite}
+    files = [protected] if isinstance(protected, (str, os.PathLike)) else protected
+    how: dict[str, Any] = {"is_directory": found.is_directory, "overwrite": overwrite}
+    how["protected"] = list(map(place_of, files))
     by_several = not is_together and ranks.size > 1
 
     def whole(fill: Callable[[Path], list[str]]) -> None:
-        write_whole(target, fill, **how, protected=protected, by_several=by_several)
+        write_whole(target, fill, **how, by_several=by_several)
 
     with _errors_named(path):
         if isinstance(far := cast("Any", target), RemotePath):
@@ -289,7 +283,7 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
-    target = _far(path) if is_url(path) else Path(path)
+    target = place_of(path)
     target = target if target.name and target.name != ".." else target.resolve()
     if not target.name or target.name == "-" or "\0" in str(target):
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."

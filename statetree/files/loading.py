@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.declare import check_later, phase, quietly
-from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
+from statetree.declare import phase, quietly
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of

@@ -210,7 +210,13 @@ Together = Callable[[Callable[[], Any]], Any]
 
 
 def upload_whole(
-    place: RemotePath, write: Callable[[Path], list[str]], together: Together, *, is_directory: bool, overwrite: bool
+    place: RemotePath,
+    write: Callable[[Path], list[str]],
+    together: Together,
+    *,
+    is_directory: bool,
+    overwrite: bool,
+    protected: Collection[Path] = (),
 ) -> None:
     """Write a checkpoint to a local folder, on each rank its own, and upload its files: arguments as ``write_whole``.
 
@@ -227,6 +233,7 @@ def upload_whole(
             there = [name for name in names if (home / name).exists()]
             if there and not overwrite:
                 raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
+            _check_protected(place, [place, *(home / name for name in there)], protected)
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
@@ -285,16 +292,22 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]
         raise
 
 
-def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
+def _check_protected(path: Any, replaced: Iterable[Any], protected: Collection[Path]) -> None:
     """Raise ``CheckpointError`` if what is replaced is a protected file, under any name, or has one in it."""
-    # What is read from elsewhere is a `RemotePath`, and cannot be replaced here.
-    near = [file for file in protected if isinstance(cast("Any", file), Path)]
-    kept = {each for file in near for each in (file, *file.resolve().parents)}
-    kept_ids = {(about.st_dev, about.st_ino) for about in (each.stat() for each in kept if each.exists())}
+    kept = {each for file in protected for each in (file, *file.resolve().parents)}
+    kept_ids = set(map(_identity, kept)) - {None}
     for part in replaced:
-        if part.exists() and (part.stat().st_dev, part.stat().st_ino) in kept_ids:
+        if _identity(part) in kept_ids:
             what = f"it would replace {part.name}, which is being read, and lose what is not written"
             _refuse(path, what, "Choose another name.")
+
+
+def _identity(path: Path) -> Any:
+    """Return what is the same for all names of a file; ``None`` if there is none."""
+    if not isinstance(cast("Any", path), Path):
+        return path  # a `RemotePath`: there are no links
+    about = path.stat() if path.exists() else None
+    return None if about is None else (about.st_dev, about.st_ino)
 
 
 def _shards_of(path: Path) -> list[Path]:

@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.declare import check_later
-from statetree.errors import pass_on_from_signal
+from statetree.errors import check_later, pass_on_from_signal
 from statetree.files.block_checksums import BlockChecksums, marks_length
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse

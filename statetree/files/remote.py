@@ -13,19 +13,17 @@ import stat
 import zlib
 from datetime import datetime
 from importlib import import_module
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
 
-from statetree.declare import check_later
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, check_later
 from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     import torch
 
@@ -36,12 +34,22 @@ _AT_ONCE: Final = 8
 _MARKS: Final = ("ETag", "etag", "LastModified", "mtime", "created", "checksum", "sha256", "blob_id", "size")
 # A ``Path`` of a URL has lost one of its slashes. A letter alone before the colon is a drive.
 _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
+#: The protocols of files on this machine, as fsspec names them.
+_NEAR: Final = frozenset({"file", "local"})
 
 
 def is_url(path: Any) -> bool:
     """Whether a path looks like a URL."""
     name = os.fspath(path)
     return isinstance(name, str) and _URL.match(name.lstrip()) is not None
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Return the place that a path or a URL names; for ``file://``, it is one on this machine, as a path is."""
+    if isinstance(path, RemotePath) or not is_url(path):
+        return cast("Path", path) if isinstance(path, RemotePath) else Path(path)
+    protocol, rest = re.split(r":/+", os.fspath(path).lstrip(), maxsplit=1)
+    return Path(f"/{rest}") if protocol in _NEAR else RemotePath.of(f"{protocol}://{rest}")
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
@@ -99,6 +107,11 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         return RemotePath(self.system, self.path.rpartition("/")[0])
+
+    @property
+    def parents(self) -> list[RemotePath]:
+        steps = self.path.split("/")
+        return [RemotePath(self.system, "/".join(steps[:count])) for count in range(len(steps) - 1, 0, -1)]
 
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name

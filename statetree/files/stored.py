@@ -14,8 +14,8 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, whole_box
-from statetree.declare import check_later, quietly, with_checks
-from statetree.errors import CheckpointError, UnsupportedLeaf
+from statetree.declare import quietly
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
 from statetree.files.untrusted import refuse, shape_text

@@ -151,7 +151,7 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
 
 _WILDCARDS: Final = {"*": "[^.]*", "**": ".*"}
 _TOKEN: Final = re.compile(
-    r"(?P<whole>(?:(?:^|(?<=\.))\*\*\.)+|\.\*\*$)|(?P<stars>\*\*+|\*)|\\(?P<quoted>.)"
+    r"(?P<whole>(?:\.\*\*)+$|(?:(?:^|(?<=\.))\*\*\.)+)|(?P<stars>\*\*+|\*)|\\(?P<quoted>.)"
     r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|.",
     re.DOTALL,
 )

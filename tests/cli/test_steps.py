@@ -6,6 +6,7 @@ import re
 import shutil
 from datetime import UTC, datetime
 
+import fsspec
 import pytest
 import torch
 
@@ -80,15 +81,22 @@ def test_other_options_are_for_one_step(run, option, statetree):
     assert "expected one of its steps" in ran.err
 
 
-def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree):
-    mirror = f"file://{tmp_path}/mirror"
+@pytest.fixture
+def mirror():
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield "memory://mirror"
+    system.store.clear()
+
+
+def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree, mirror):
     with Checkpointer(tmp_path / "run", mirror=mirror, keep=1) as saved:
         saved.save(10, {"w": torch.zeros(1000)}, metric=0.25, metadata={"commit": "abc"})
         saved.save(20, {"w": torch.ones(1000)})
     here, there = (statetree("show", "--verify", "--json", run).json for run in (tmp_path / "run", mirror))
-    assert there["run"] == mirror
+    assert there["run"] == "memory:///mirror"
     assert [step["step"] for step in there["steps"]] == [20]
-    (tmp_path / "mirror" / "step-00000030").mkdir()  # one that is being uploaded
+    fsspec.filesystem("memory").makedirs("/mirror/step-00000030")  # one that is being uploaded
     assert [step | {"saved": ""} for step in there["steps"]] == [step | {"saved": ""} for step in here["steps"]]
     assert all(abs(datetime.fromisoformat(step["saved"]) - datetime.now(UTC)).seconds < 3600 for step in there["steps"])
     assert re.fullmatch(
@@ -96,8 +104,7 @@ def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree):
     )
 
 
-def test_a_step_of_a_mirror_that_cannot_be_looked_at_is_listed(tmp_path, statetree, monkeypatch):
-    mirror = f"file://{tmp_path}/mirror"
+def test_a_step_of_a_mirror_that_cannot_be_looked_at_is_listed(tmp_path, statetree, mirror, monkeypatch):
     with Checkpointer(tmp_path / "run", mirror=mirror) as saved:
         saved.save(1, {"w": torch.zeros(10)})
         saved.save(2, {"w": torch.zeros(10)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fractions
+import re
 from zipfile import ZipFile
 
 import fsspec
@@ -32,6 +33,11 @@ def memory():
     system.pseudo_dirs[:] = [""]
     yield system
     system.store.clear()
+
+
+def far(folder, name):
+    """Return a URL of what lies in a folder here: unlike ``file://``, it is no other name of a path."""
+    return f"dir://{name}::file://{folder}"
 
 
 def state_for(name):
@@ -114,12 +120,12 @@ MADE_OF_ELEMENTS = {
 @pytest.mark.parametrize("make", MADE_OF_ELEMENTS.values(), ids=MADE_OF_ELEMENTS)
 def test_what_torch_makes_with_its_elements_alone_comes_back(make, tmp_path):
     torch.save({"a": make(), "w": bits(4)}, tmp_path / "a.pt")
-    assert_trees_equal(st.load(f"file://{tmp_path}/a.pt"), st.load(tmp_path / "a.pt"))
+    assert_trees_equal(st.load(far(tmp_path, "a.pt")), st.load(tmp_path / "a.pt"))
 
 
 def test_a_generator_comes_back(tmp_path):
     torch.save({"a": generator()}, tmp_path / "a.pt")
-    assert torch.equal(st.load(f"file://{tmp_path}/a.pt")["a"].get_state(), generator().get_state())
+    assert torch.equal(st.load(far(tmp_path, "a.pt"))["a"].get_state(), generator().get_state())
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|torch.ao)")
@@ -127,7 +133,7 @@ def test_what_lies_beside_objects_that_are_not_loaded_comes_back(tmp_path):
     state = {"note": with_note(bits(3)), "q": quantized(), "odd": fractions.Fraction(1, 2)}
     torch.save(state, tmp_path / "a.pt")
     for name in ("note", "q"):
-        assert_trees_equal(st.load(f"file://{tmp_path}/a.pt", where=name), {name: state[name]})
+        assert_trees_equal(st.load(far(tmp_path, "a.pt"), where=name), {name: state[name]})
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|torch.ao)")
@@ -215,7 +221,7 @@ def test_a_flipped_bit_is_an_error(memory):
 
 
 def by_all_ranks(folder):
-    url = f"file://{folder}/run/directory"
+    url = far(folder, "run/directory")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), "n": 1}
     st.save(state, url)
@@ -252,9 +258,35 @@ def test_a_parameter_is_one_where_its_elements_cannot_be_mapped(tmp_path, monkey
         for name in aligned.namelist():
             packed.writestr(name, aligned.read(name))
     monkeypatch.setattr(stored, "_UNALIGNED", ())
-    piece = st.files.open(f"file://{tmp_path}/b.pt")["w"]._pieces()[0]
+    piece = st.files.open(far(tmp_path, "b.pt"))["w"]._pieces()[0]
     assert piece.file.start % 8
-    found = st.load(f"file://{tmp_path}/b.pt")["w"]
+    found = st.load(far(tmp_path, "b.pt"))["w"]
     assert isinstance(found, torch.nn.Parameter)
     assert found.requires_grad
     assert found.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", [".", "empty", "other", "run"])
+@pytest.mark.parametrize("verb", [st.load, st.files.open])
+def test_a_folder_that_is_no_checkpoint_is_named(verb, name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("notes")
+    for step in (1, 2):
+        st.save({"a": torch.ones(2)}, far(tmp_path, f"run/step-{step}"))
+    found = {"run": ". 2 checkpoints lie in it, the last of them step-2"}.get(name, "")
+    with pytest.raises(CheckpointError, match=rf"it has no \.metadata file.* incomplete one{re.escape(found)}\. Pass"):
+        verb(far(tmp_path, name))
+
+
+def test_what_is_protected_behind_a_url_is_not_replaced(memory):
+    st.save({"a": torch.ones(2), "b": torch.ones(2)}, "memory://run/directory")
+    st.save({"a": torch.ones(2), "b": torch.ones(2)}, "memory://run/a.pt")
+    for url in ("memory://run/directory", "memory://run/a.pt"):
+        for protected in ([url], url):
+            with pytest.raises(CheckpointError, match="which is being read, and lose"):
+                st.save({"a": torch.zeros(2)}, url, protected=protected)
+        assert st.load(url)["b"].tolist() == [1, 1]
+        assert app.main(["convert", "--match", "a", "--force", url, url]) == 2
+        assert st.load(url)["b"].tolist() == [1, 1]
+    st.save({"a": torch.zeros(2)}, "memory://run/b.pt", protected=["memory://run/a.pt"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import statetree as st
+from statetree.cli import app
 from statetree.errors import CheckpointError
 
 URLS = ["nowhere://bucket/run/model.pt", "nowhere://org/model", " nowhere://bucket/run"]
@@ -30,6 +31,25 @@ def test_a_url_of_a_local_file_is_read_and_written(tmp_path):
         st.save({"w": torch.arange(3)}, url)
         assert st.load(url)["w"].tolist() == [0, 1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
+
+
+@pytest.mark.parametrize("protected", [Path, str, "file://{}".format])
+@pytest.mark.parametrize("name", [str, "file://{}".format, Path])
+def test_what_is_protected_is_not_replaced_under_any_name(name, protected, tmp_path):
+    path = tmp_path / "a.pt"
+    st.save({"a": torch.ones(2), "b": torch.ones(3)}, path)
+    with pytest.raises(CheckpointError, match="which is being read, and lose"):
+        st.save({"a": torch.zeros(2)}, name(path), protected=[protected(path)])
+    assert set(st.load(path)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("names", [("{}", "file://{}"), ("file://{}", "{}"), ("file://{}", "local://{}")])
+def test_the_command_never_replaces_its_source(names, tmp_path):
+    path = tmp_path / "a.pt"
+    st.save({"a": torch.ones(2), "b": torch.ones(3)}, path)
+    source, destination = (name.format(path) for name in names)
+    assert app.main(["convert", "--match", "a", "--force", source, destination]) == 2
+    assert set(st.load(path)) == {"a", "b"}
 
 
 def test_a_colon_alone_makes_no_url(tmp_path, monkeypatch):
