@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain as chain_of_lists
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from statetree.declare import is_collective, is_leafwise, quietly
-from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
+from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, check_function, place_in_tree
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
@@ -139,9 +139,7 @@ def chain(*steps: Step) -> Chain:
         {'w': tensor([2., 2.])}
     """
     for position, step in enumerate(steps):
-        if not callable(cast("Any", step)):
-            msg = f"chain: step {position} cannot be called: expected a transform or a partial of one, got {step!r}."
-            raise TypeError(msg)
+        check_function("chain", f"step {position}", step, "a transform or a partial of one")
     return Chain(tuple([one for step in steps for one in (step.steps if isinstance(step, Chain) else (step,))]))
 
 
@@ -224,6 +222,7 @@ def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prep
         {'w': tensor([1., 1.])}
         {'w': tensor([2., 2.])}
     """
+    check_function("prepare", "the verb", verb)
     name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
     with preparing(Preparation()) as preparation:
         tree = verb(*args, **options)

@@ -272,6 +272,12 @@ def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
         error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]
 
 
+def check_function(verb: str, name: str, given: object, expected: str = "a function") -> None:
+    """Raise ``TypeError`` if what was given as an argument cannot be called."""
+    if not callable(given):
+        raise TypeError(f"{verb}: {name} cannot be called: expected {expected}, got {given!r}.")
+
+
 class _Later(threading.local):
     checks: dict[tuple[Any, ...], None] | None = None
 

@@ -22,7 +22,7 @@ from statetree.dcp.stateful import StatefulTree
 from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import phase, renew_after_fork
-from statetree.errors import CheckpointError, StateTreeError, warn
+from statetree.errors import CheckpointError, StateTreeError, check_function, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.loading import LoadOptions
 from statetree.files.remote import refuse_url
@@ -118,6 +118,8 @@ class Checkpointer(Schedule):
         if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
+        if on_event is not None:
+            check_function("Checkpointer", "on_event", on_event)
         self.directory = Path(directory)
         self._kept = Kept(keep, keep_every, keep_best)
         self._on_event = on_event

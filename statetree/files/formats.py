@@ -285,7 +285,9 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
     target = place_of(path)
     target = target if target.name and target.name != ".." else target.resolve()
-    if not target.name or target.name == "-" or "\0" in str(target):
+    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
+        raise ValueError(f"save: shard_bytes is no number of bytes: expected an int of 1 or more, got {shard_bytes!r}.")
+    if not target.name or target.name == "-" or "\0" in str(target) or not _can_be_named(target):
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
     with _errors_named(path):
@@ -293,6 +295,13 @@ def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple
     if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
         target = target.with_name(f"{target.name}.index.json")
     return target, found
+
+
+def _can_be_named(path: Path) -> bool:
+    try:
+        return bool(os.fsencode(path))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _save_by_all(

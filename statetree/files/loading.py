@@ -10,7 +10,7 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.declare import phase, quietly
-from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_later
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
@@ -134,6 +134,8 @@ def load(
         >>> st.load(path)
         {'layer.w': tensor([1., 1.])}
     """
+    if through is not None:
+        check_function("load", "through", through)
     together = group is not None or lie_on_ranks("load", *flatten_for("load", like))
     ranks = group_of("load", group, None)
     options = LoadOptions(in_place, cast, strict, verify, weights_only, where=where, through=through)

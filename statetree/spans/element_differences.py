@@ -6,6 +6,7 @@ Tensors are compared block by block, so that no second copy of them is made.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ class Tolerance(NamedTuple):
     def check(self, verb: str) -> None:
         """Raise ``ValueError`` for what is no tolerance."""
         for name, value in self._asdict().items():
-            if not value >= 0:
-                raise ValueError(f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value}.")
+            is_number = isinstance(value, Real)
+            if not is_number or not value >= 0:
+                raise ValueError(f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value!r}.")
 
 
 #: Bit for bit.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from statetree.declare import leafwise, quietly
-from statetree.errors import Difference, TreeMismatch, note_leaf
+from statetree.errors import Difference, TreeMismatch, check_function, note_leaf
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import fact_differences, inner_differences, paired_parts
@@ -80,6 +80,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
         >>> st.combine(lambda old, new: old.lerp(new, 0.1), average, model)
         {'w': tensor([0.1000, 0.1000]), 'step': 3}
     """
+    check_function("combine", "fn", fn)
     leaves, spec = flatten_for("combine", tree)
     paths = spec.paths()
     wrong: list[Difference] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from statetree.errors import Difference, TreeMismatch, note_leaf
+from statetree.errors import Difference, TreeMismatch, check_function, note_leaf
 from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched
@@ -12,7 +13,7 @@ from statetree.tree.spec import TreeSpec
 from statetree.tree.stand_ins import STAND_INS, reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -66,6 +67,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
         >>> st.map_leaves(lambda e, n: e.lerp(n, 0.1), ema, new)
         {'w': tensor([0.1000, 0.1000])}
     """
+    check_function("map_leaves", "fn", fn)
     leaves, spec = flatten_for("map_leaves", tree, is_leaf=is_leaf)
     columns = [aligned("map_leaves", spec, leaves, other, is_leaf=is_leaf) for other in rest]
     return unflatten(spec, _mapped(fn, leaves, columns, spec))
@@ -160,6 +162,8 @@ def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
     if not isinstance(cast("Any", spec), TreeSpec):
         raise TypeError(f"from_flat: expected the TreeSpec that to_flat returned, got {type(spec).__qualname__}.")
     keys = spec.flat_keys()
+    if not isinstance(cast("Any", flat), Mapping):
+        raise TypeError(f"from_flat: expected the flat dict that to_flat returned, got {type(flat).__qualname__}.")
     if list(flat) == keys:  # in the order in which to_flat gave them
         return unflatten(spec, flat.values())
     expected = set(keys)

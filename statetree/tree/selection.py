@@ -80,8 +80,8 @@ def _patterns(verb: str, where: Any) -> list[str | Path] | None:
         return list(where)
     if not callable(where):
         raise TypeError(
-            f"{verb}: where does not say which leaves: expected a glob, a Path, a sequence of them, or a function of "
-            f"path and leaf, got {type(where).__qualname__}."
+            f"{verb}: which leaves are meant cannot be told: expected a glob, a Path, several of these, or a "
+            f"function of path and leaf, got {type(where).__qualname__}."
         )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.declare import quietly
@@ -15,7 +16,7 @@ from statetree.tree.renaming import TreeBuilder
 from statetree.tree.selection import compiled_glob
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from statetree.transforms.conversions.rule import Hit, Place
     from statetree.tree.spec import TreeSpec
@@ -81,6 +82,11 @@ class Conversion:
         ignore: Sequence[str] = (),
         strict: bool = True,
     ) -> None:
+        given: Any = ("rules", rules, Iterable), ("sizes", sizes or {}, Mapping), ("ignore", ignore, Iterable)
+        for argument, value, kind in given:
+            if not isinstance(value, kind):
+                expected = "a mapping" if kind is Mapping else "a list"
+                raise TypeError(f"Conversion: {argument} cannot be {value!r}: expected {expected}.")
         self._rules = list(map(_rule, rules))
         self._sizes = dict(sizes or {})
         self._ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)

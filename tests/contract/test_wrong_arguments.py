@@ -1,0 +1,46 @@
+"""What is wrong with an argument is said by the verb, with the argument's name, and not by what stumbles over it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import statetree as st
+
+TREE = {"a": torch.ones(2), "b": torch.ones(3)}
+
+WRONG: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
+    "combine: fn cannot be called": (TypeError, lambda _: st.combine("mean", TREE)),
+    "map_leaves: fn cannot be called": (TypeError, lambda _: st.map_leaves("mean", TREE)),
+    "prepare: the verb cannot be called": (TypeError, lambda _: st.prepare("gather", TREE)),
+    "chain: step 0 cannot be called": (TypeError, lambda _: st.chain("gather")),
+    "from_flat: expected the flat dict": (TypeError, lambda _: st.from_flat("", st.to_flat(TREE)[1])),
+    "load: through cannot be called": (TypeError, lambda path: st.load(path, through="rules.toml")),
+    "Checkpointer: on_event cannot be called": (TypeError, lambda path: st.Checkpointer(path, on_event="log")),
+    "similarity: rtol is no tolerance": (ValueError, lambda _: st.similarity(TREE, TREE, rtol=None)),
+    "similarity: atol is no tolerance": (ValueError, lambda _: st.similarity(TREE, TREE, atol=float("nan"))),
+    "save: shard_bytes is no number of bytes.*'5GB'": (
+        ValueError,
+        lambda path: st.save(TREE, path / "x.safetensors", shard_bytes="5GB"),
+    ),
+    "save: shard_bytes is no number of bytes.*-1": (
+        ValueError,
+        lambda path: st.save(TREE, path / "x.safetensors", shard_bytes=-1),
+    ),
+    r"save: cannot write '.*\\ud800': expected the name": (
+        st.CheckpointError,
+        lambda path: st.save(TREE, path / "\ud800"),
+    ),
+    "Conversion: rules cannot be 5": (TypeError, lambda _: st.Conversion(5)),
+    "Conversion: ignore cannot be None": (TypeError, lambda _: st.Conversion([("a", "b")], ignore=None)),
+    "Conversion: sizes cannot be .* a mapping": (TypeError, lambda _: st.Conversion([("a", "b")], sizes=["d"])),
+    "stage: which leaves are meant cannot be told": (TypeError, lambda _: st.Stager(frozen=0).stage(TREE)),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_wrong_argument_is_named(said, tmp_path):
+    error, call = WRONG[said]
+    with pytest.raises(error, match=said):
+        call(tmp_path)
