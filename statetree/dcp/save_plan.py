@@ -100,6 +100,12 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     What several hold is written by the one that has least to write: all that is inseparable, by the same one. Values,
     and what is put together with a value, are written by the first.
     """
+    known = {**told[0].tensors}
+    for one in told[1:]:
+        if one.tensors != told[0].tensors:
+            for key, outline in one.tensors.items():
+                if known.setdefault(key, outline) != outline:
+                    _refuse_disagreement(key)
     holders: dict[Index, list[int]] = {}
     for rank, described in enumerate(told):
         for index in described.pieces:
@@ -119,7 +125,7 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
             if rank not in ranks:
                 continue
         shares[rank].append(index)
-        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
+        outline: Any = (None, ()) if index.start is None else known[key]
         if outlines.setdefault(key, outline) != outline:
             _refuse_disagreement(key)
         box = told[rank].pieces[index]

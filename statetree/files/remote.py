@@ -70,7 +70,7 @@ class RemotePath:
         """Return the place that a URL names: to its users, a path."""
         try:
             system, path = import_module("fsspec.core").url_to_fs(url)
-        except (ImportError, ValueError) as error:
+        except (ImportError, OSError, ValueError) as error:
             msg = f"{url}: cannot be reached: {error}. Install statetree[remote], and what fsspec has for the protocol."
             raise CheckpointError(msg) from error
         return cast("Path", cls(system, path))

@@ -171,7 +171,13 @@ def test_tied_shards_saved_with_different_values_on_one_rank(tmp_path):
 
 def save_what_ranks_disagree_on(directory):
     rank = dist.get_rank()
-    for number, state in enumerate(({"x": torch.ones(2) if rank else 1}, {"x": torch.ones((2,) * (1 + rank))})):
+    held = [
+        torch.ones(2) if rank else 1,
+        torch.ones((2,) * (1 + rank)),
+        torch.ones(2 + rank),
+        torch.ones(2, dtype=torch.int32 if rank else torch.float32),
+    ]
+    for number, state in enumerate([{"w": torch.ones(3), "x": each} for each in held]):
         with pytest.raises(statetree.CheckpointError, match=r"pieces of 'x' that make up no tensor"):
             statetree.save(state, directory / f"{number}")
         assert not (directory / f"{number}").exists()

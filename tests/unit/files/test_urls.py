@@ -26,6 +26,12 @@ def test_urls_make_no_folder(verb, url, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_protocol_without_its_archive_cannot_be_reached():
+    for verb in (st.files.open, lambda url: st.save({"w": torch.ones(2)}, url)):
+        with pytest.raises(CheckpointError, match=r"zip://x: cannot be reached"):
+            verb("zip://x")
+
+
 def test_a_url_of_a_local_file_is_read_and_written(tmp_path):
     for url in (f"file://{tmp_path}/a.pt", Path(f"file://{tmp_path}/b.pt")):
         st.save({"w": torch.arange(3)}, url)
