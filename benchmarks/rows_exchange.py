@@ -94,7 +94,7 @@ def gather_and_first(state: Sharded) -> list[Contender]:
 
 def distribute(state: Sharded) -> list[Contender]:
     """Give each rank its part of whole tensors on rank 0. The peer sends the whole to every rank, into place."""
-    target, their_target = (_zeros_like(state) for _ in range(2))
+    target, their_target = (zeros_like(state) for _ in range(2))
     source = State("", {key: state.whole(index) for index, key in enumerate(state.tree)}).tree
     full = _follows(state, source) if dist.get_rank() == 0 else None
     sync = st.prepare(st.distribute, source if full else None, target, src=0, in_place=True)
@@ -239,7 +239,8 @@ def _whole(index: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(index, index + numel, dtype=torch.float32).view(shape)
 
 
-def _zeros_like(state: Sharded) -> dict[str, Any]:
+def zeros_like(state: Sharded) -> dict[str, Any]:
+    """Return DTensors like those of a state, with zeros."""
     return {key: torch.zeros_like(leaf) for key, leaf in state.tree.items()}
 
 

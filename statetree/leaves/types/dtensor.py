@@ -89,10 +89,10 @@ class DTensorType(EngineLeafType):
         }
 
     def local_pair(self, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        # Specs hold mesh, placements, and global shape and dtype. How tensors look is asked of all together.
         x, y = a._local_tensor, b._local_tensor
-        plain = type(x) is torch.Tensor and type(y) is torch.Tensor and not x.__dict__ and not y.__dict__
-        same = plain and x.shape == y.shape and a.shape == b.shape and (a._spec is b._spec or a._spec == b._spec)
-        return (x, y) if same else None
+        same = type(x) is type(y) is torch.Tensor and (a._spec is b._spec or a._spec == b._spec)
+        return (x, y) if same and not x.__dict__ and not y.__dict__ else None
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
         """Return which chunks of a ``DTensor`` this rank holds, and where the others are."""
