@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import traceback
 import warnings
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.key_paths import is_tensor, literal, printable
+from statetree.signals import unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
 
     from statetree.key_paths import Path
 
@@ -90,58 +89,12 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(found.__traceback__)
 
 
-def is_users_own(error: BaseException) -> bool:
-    """Whether what came up in somebody else's code concerns that alone: an error or an exit.
-
-    An interrupt concerns the program, and so does what the handler of a signal raises.
-    """
-    return isinstance(error, Exception | SystemExit) and _from_signal(error) is None
-
-
-def pass_on_from_signal(error: BaseException) -> None:
-    """Raise what the handler of a signal raised (an alarm, say), if an error is that or was raised from it."""
-    raised = _from_signal(error)
-    if raised is not None:
-        raise raised
-
-
-def _from_signal(error: BaseException) -> BaseException | None:
-    """Return what the handler of a signal raised, of an error and its causes.
-
-    (Not of its context: whoever calls us after an alarm has that for the context of every error.)
-    """
-    handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
-    calls = [getattr(handler, "func", handler) for handler in handlers]
-    codes = {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
-        if any(frame.f_code in codes and _is_given(frame, caller) for caller, frame in pairwise(frames)):
-            return found
-        found = found.__cause__
-    return None
-
-
-def _is_given(frame: FrameType, caller: FrameType) -> bool:
-    """Whether a frame was given its caller, as the handler of a signal is given the frame that it interrupts.
-
-    (Decorators share their code: not all that runs it handles a signal.)
-    """
-    held = frame.f_locals
-    given = list(held.values())
-    if type(held) is dict:
-        held.clear()  # a copy, which Python up to 3.12 keeps with the frame, and all that it holds
-    return any(each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given)
-
-
 def describe_leaf(leaf: Any) -> str:
     """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
     name = type(leaf).__qualname__
     try:
         return f"{name} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}" if is_tensor(leaf) else name
-    except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say
+    except unsignalled(Exception):  # half-initialised tensors refuse to say
         return name
 
 

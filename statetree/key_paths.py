@@ -9,6 +9,8 @@ from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.signals import unsignalled
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
@@ -122,7 +124,7 @@ def key_identity(key: Any) -> Hashable:
         return (cls, id(key))  # as hash() has it; == would compare the elements
     try:
         hash(key)
-    except Exception:  # noqa: BLE001 - keys that a registered flatten function made up, or hostile ones
+    except unsignalled(Exception):  # keys that a registered flatten function made up, or hostile ones
         return (cls, exactly(key))
     return (cls, _Guarded(key))
 
@@ -143,7 +145,7 @@ class _Guarded:
             return NotImplemented
         try:
             return self.key is other.key or bool(self.key == other.key)
-        except Exception:  # noqa: BLE001 - hostile or not made for comparing
+        except unsignalled(Exception):  # hostile or not made for comparing
             return False
 
 
@@ -168,7 +170,7 @@ def render_key(key: Any) -> str:
         return exactly(key)
     try:
         return str(key)
-    except Exception:  # noqa: BLE001 - a hostile __str__ must not hide the error that names the key
+    except unsignalled(Exception):  # a hostile __str__ must not hide the error that names the key
         return object.__repr__(key)
 
 
@@ -183,7 +185,7 @@ def exactly(key: Any) -> str:
         if isinstance(key, _NAMED):
             return ".".join(filter(None, (key.__module__, key.__qualname__)))
         return repr(key)
-    except Exception:  # noqa: BLE001 - a hostile __repr__
+    except unsignalled(Exception):  # a hostile __repr__
         return object.__repr__(key)
 
 

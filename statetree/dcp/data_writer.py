@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_left
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,6 +25,7 @@ from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
 from statetree.files.two_threads import in_two_threads
+from statetree.signals import suppress
 from statetree.spans.bits import same_bytes
 from statetree.stager.workers import in_threads
 from statetree.torch_internals import as_copied, resolved

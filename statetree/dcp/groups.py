@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
 from statetree.exchange.group import Group, group_of
+from statetree.signals import pass_on_from_signal, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,6 +161,7 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
             told = [CheckpointError(msg)]
     if group is not None:
         dist.broadcast_object_list(told, group=group, group_src=0)
+    pass_on_from_signal(cause)
     if cause is not None and not isinstance(cause, Exception):
         raise cause
     if isinstance(told[0], CheckpointError):
@@ -183,8 +185,7 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
         yield
     except StateTreeError:
         raise
-    except Exception as error:
-        pass_on_from_signal(error)
+    except unsignalled(Exception) as error:
         remedy = "It is incomplete, and does not load. Save again once the cause is mended."
         if verb == "load":
             remedy = "The template's tensors may be filled in part. Load another checkpoint."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-from contextlib import suppress
 from itertools import pairwise
 from operator import add, le
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
@@ -21,6 +20,7 @@ from statetree.errors import CheckpointError
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
+from statetree.signals import suppress, unsignalled
 
 if TYPE_CHECKING:
     import os
@@ -122,7 +122,7 @@ def _content(directory: Path) -> bytes:
         raise CheckpointError(msg)
     try:
         return regular_bytes(path, _MAX_BYTES)
-    except OSError as error:
+    except unsignalled(OSError) as error:
         _raise_unreadable(directory, error)
     except CheckpointError as error:
         msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
@@ -275,7 +275,7 @@ def _check_pieces(directory: Path, found: Described) -> None:
 def _file(directory: Path, name: str) -> os.stat_result:
     try:
         return inside(directory, name, directory / METADATA).stat()
-    except (OSError, CheckpointError) as error:
+    except unsignalled(OSError, CheckpointError) as error:
         _damaged(str(error).removeprefix("read: ").rstrip("."))
 
 

@@ -13,7 +13,6 @@ import re
 import stat
 import time
 import uuid
-from contextlib import suppress
 from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,6 +21,7 @@ from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
 from statetree.files.publishing import alone_in, remove_folder, sync
+from statetree.signals import suppress, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -289,11 +289,11 @@ def _is_in_use(path: str) -> bool:
         return True
     try:
         handle = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
+    except unsignalled(OSError):
         return False
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except unsignalled(OSError) as error:
         return isinstance(error, (BlockingIOError, PermissionError))
     finally:
         os.close(handle)

@@ -19,6 +19,7 @@ from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole
 from statetree.files.torch_format import gist, read_value
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
+from statetree.signals import unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,7 +108,7 @@ class _Directory:
             if not self._files.weights_only:
                 return torch.load(io.BytesIO(data), weights_only=False)
             return read_value(data)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
+        except unsignalled(Exception) as error:  # whatever it is, the value cannot be made
             name = printable(gist(error))
             is_of_a_class = "nsupported" in str(error) and "operand" not in str(error)  # and not damaged
             if not self._skip_foreign or not is_of_a_class:

@@ -15,6 +15,7 @@ from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.exchange.replica_check import chunk_number, told_apart
 from statetree.leaves.leaf_numbers import tensor_number, value_number
 from statetree.leaves.location import located_error
+from statetree.signals import unsignalled
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.spans.sums import ALL, piece_sums, signed, whole_sums
@@ -47,7 +48,7 @@ def own_numbers(manifest: Manifest) -> dict[int, int]:
         if index not in found:
             try:
                 found[index] = value_number(manifest.leaves[index])
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 raise located_error(
                     manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index
                 ) from error

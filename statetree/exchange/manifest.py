@@ -28,6 +28,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.lowering import Lowered, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
+from statetree.signals import unsignalled
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
@@ -190,7 +191,7 @@ class Manifest:
                     self.chunks[index] = chunks
                     key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
                     self.canonical[index] = first.setdefault(key, index)
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
@@ -242,7 +243,7 @@ class Manifest:
     def _text(self, index: int) -> str:
         try:
             return f"{_text_of(self.leaves[index])}{' (stored)' if self.is_unread(index) else ''}"
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
     def details(self) -> list[str]:

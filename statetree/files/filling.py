@@ -13,6 +13,7 @@ from statetree.exchange.manifest import chunks_of
 from statetree.files.stored import OutOfRange
 from statetree.files.two_threads import in_two_threads
 from statetree.leaves.location import located_error
+from statetree.signals import unsignalled
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
@@ -130,7 +131,7 @@ def held_chunks(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks |
     """Return the chunks that this rank holds of a distributed leaf; ``None`` of another. An error has the path."""
     try:
         return chunks_of(leaf, ranks)
-    except Exception as error:
+    except unsignalled(Exception) as error:
         raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
 
 

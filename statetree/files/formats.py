@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.declare import phase, with_checks
-from statetree.errors import CheckpointError, pass_on_from_signal
+from statetree.errors import CheckpointError
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
@@ -24,6 +24,7 @@ from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
 from statetree.leaves.lowering import lie_on_ranks
+from statetree.signals import pass_on_from_signal
 from statetree.transforms.gather import gather
 from statetree.tree.flatten import flatten_for
 

@@ -11,6 +11,7 @@ import torch
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
+from statetree.signals import unsignalled
 from statetree.spans.bits import without_elements
 from statetree.spans.element_differences import as_wide
 
@@ -39,7 +40,7 @@ def short_value(value: Any) -> str:
         return f"<{value.nbytes()} bytes>"
     try:
         return brief(_REPR.repr(value), _LONGEST)
-    except ValueError:  # an integer of thousands of digits
+    except unsignalled(ValueError):  # an integer of thousands of digits
         return f"<{type(value).__name__}>"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +16,7 @@ from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import brief, human, shape_text
 from statetree.leaves.builtin import facts, is_plain
+from statetree.signals import suppress
 from statetree.transforms.similarity import similarity
 from statetree.tree.flatten import flatten_for
 from statetree.tree.html_fragments import STYLE, html_escaped, table, tree_html

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import struct
-from contextlib import suppress
 from functools import lru_cache, reduce
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +16,7 @@ import torch
 
 from statetree.declare import quietly
 from statetree.files.crc32 import crc32, joined
+from statetree.signals import suppress
 from statetree.torch_internals import storage_at
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.errors import CheckpointError
 from statetree.key_paths import printable as printable
+from statetree.signals import unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +69,6 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
             refuse(listed_in, f"the file {name!r} is a link that leads out of its directory", remedy)
         if not path.is_file():
             refuse(listed_in, f"the file {name!r} is missing", "Get all files of the checkpoint.")
-    except (OSError, ValueError) as error:
+    except unsignalled(OSError, ValueError) as error:
         refuse(listed_in, f"the file {name!r} cannot be found: {error}")
     return path

@@ -14,6 +14,7 @@ from statetree.leaves.engine_type import LeafPart, ListedPart
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
+from statetree.signals import unsignalled
 from statetree.spans.memory import Memory
 from statetree.torch_internals import storage_key
 from statetree.tree.registry import register_container
@@ -89,7 +90,7 @@ class Outline(NamedTuple):
                     made[key] = recipe.lift(own)
                     if bound and made[key] is not recipe.leaf:
                         _check_bound(made[key], own)
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
             leaves.append(made[key])

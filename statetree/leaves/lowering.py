@@ -23,6 +23,7 @@ from statetree.leaves.laid_out import laid_out
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.value_texts import value_text
+from statetree.signals import unsignalled
 from statetree.spans.bits import as_plain
 from statetree.spans.sums import whole_sums
 
@@ -75,7 +76,7 @@ def lower(
                 divided[index], recipes[paths[index]] = _divide(leaf, wanted, partner)
     except TreeMismatch:
         raise
-    except Exception as error:
+    except unsignalled(Exception) as error:
         raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
     if not divided:
         return Lowered(leaves, spec, Outline(spec, {}), recipes, leaves, {})
@@ -91,7 +92,7 @@ def lie_on_ranks(verb: str, leaves: list[Any], spec: TreeSpec) -> bool:
         try:
             if is_distributed(leaf) or is_several(leaf):
                 return True
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
     return False
 

@@ -24,6 +24,7 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.types.arrays import is_array
 from statetree.leaves.types.opaque import Rest
 from statetree.leaves.types.special import special_layout
+from statetree.signals import unsignalled
 from statetree.spans.sums import piece_sums
 
 #: What prints all that it is, without an address.
@@ -131,6 +132,6 @@ def _pickled_as(value: Any) -> Any:
         if rest and isinstance(rest[0], dict):  # but for what was computed of it, and kept
             kept = {key for key in rest[0] if type(getattr(cls, str(key), None)).__name__ == "cached_property"}
             rest[0] = {key: held for key, held in rest[0].items() if key not in kept}
-    except Exception:  # noqa: BLE001 - a user's own, or what cannot be pickled
+    except unsignalled(Exception):  # a user's own, or what cannot be pickled
         return None
     return [made, arguments, *rest]

@@ -17,6 +17,7 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
 from statetree.leaves.ties import lie_alike, sharing, view_key
 from statetree.leaves.types.tensor import identified, kind_of
+from statetree.signals import unsignalled
 from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
@@ -129,7 +130,7 @@ def _differences(row: _Counterparts) -> list[Difference]:
             held = leaf if is_stored(leaf) else materialized(leaf)
             base = held if base is None else base
             known, inside = facts(held).items(), inner_differences(base, held)
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error("combine", "take apart", error, lambda: [row.path], [leaf], 0) from error
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
@@ -162,7 +163,7 @@ def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.T
     else:
         try:
             result = as_plain(made)
-        except (RuntimeError, TypeError):  # of a class that cannot do without
+        except unsignalled(RuntimeError, TypeError):  # of a class that cannot do without
             found.append(Difference(path, "result", type(made).__qualname__, "a strided tensor"))
     if found or result is None:
         raise TreeMismatch.between("combine", found, "Pass a function that works elementwise, and not in place.")

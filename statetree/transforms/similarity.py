@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.declare import phase, quietly
-from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
+from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.copying import parts_text
@@ -22,6 +22,7 @@ from statetree.leaves.pairing import (
 )
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import object_ties
+from statetree.signals import is_users_own
 from statetree.spans.bits import is_unreadable, safely_equal, same_bytes, without_elements
 from statetree.spans.columns import Columns
 from statetree.spans.element_differences import Tolerance, Unequal, tensor_difference

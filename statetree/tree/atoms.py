@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from statetree.errors import is_users_own
+from statetree.signals import is_users_own
 
 
 class Hole(enum.Enum):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.errors import clear_frames, is_users_own
+from statetree.errors import clear_frames
+from statetree.signals import is_users_own
 
 
 class Alarm(Exception):

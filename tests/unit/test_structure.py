@@ -12,7 +12,8 @@ ROOT = Path(statetree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 PACKAGES = ["chunks", "cli", "dcp", "exchange", "files", "integrations", "leaves", "spans", "stager", "testing"]
 PACKAGES += ["transforms", "tree"]
-MODULES = ["__init__.py", "__main__.py", "compose.py", "declare.py", "errors.py", "key_paths.py", "torch_internals.py"]
+MODULES = ["__init__.py", "__main__.py", "compose.py", "declare.py", "errors.py", "key_paths.py", "signals.py"]
+MODULES += ["torch_internals.py"]
 #: A layer and its registry, or its public face, have one name each by design.
 SHARED_FILE_NAMES = {"__init__.py", "registry.py"}
 ITERATORS = {"accumulate", "chain", "combinations", "enumerate", "filter", "from_iterable", "islice", "iter", "map"}

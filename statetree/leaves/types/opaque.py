@@ -21,6 +21,7 @@ import torch
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.arrays import is_array, reduced_array
+from statetree.signals import unsignalled
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
@@ -224,7 +225,7 @@ class OpaqueType(EngineLeafType):
                 pickler.dump(value)
         except StateTreeError:
             raise
-        except Exception as error:
+        except unsignalled(Exception) as error:
             cls = type(value).__qualname__
             remedy = (
                 f"Leave it out of the state, or register {cls} as a container (register_container), or, if it holds no "

@@ -11,6 +11,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
+from statetree.signals import unsignalled
 from statetree.torch_internals import compressed_indices
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class _Quantized(EngineLeafType):
             return [integers], (value.dtype, None)
         try:
             scheme = value.qscheme()
-        except RuntimeError:
+        except unsignalled(RuntimeError):
             msg = "the leaf at %PATH% is quantized, and has no scale: expected what torch.quantize_per_tensor makes."
             raise UnsupportedLeaf(msg) from None
         if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):

@@ -6,7 +6,7 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from statetree.chunks.cuts import Cut, cut_alike
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.signals import suppress
 from statetree.spans.bits import safely_equal
 from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten, unflatten

@@ -19,6 +19,7 @@ from statetree.leaves.location import located_error
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import sharing
+from statetree.signals import unsignalled
 from statetree.spans.bits import as_bits, as_plain, from_bits
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extent_bytes
@@ -242,7 +243,7 @@ class StateParts:
         """Return a number for a leaf that is taken whole."""
         try:
             return value_number(self.leaves[leaf])
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "take apart", error, self.paths, self.leaves, leaf) from error
 
     def entangled(self, changes: Mapping[str, TensorChange], replaced: Collection[int]) -> list[tuple[int, str, str]]:
