@@ -159,14 +159,17 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
                 "and try again; complete checkpoints are untouched."
             )
             told = [CheckpointError(msg)]
-    if group is not None:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    pass_on_from_signal(cause)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
-    if isinstance(told[0], CheckpointError):
-        raise told[0] from cause
-    return told[0]  # type: ignore[no-any-return]
+    try:
+        if group is not None:
+            dist.broadcast_object_list(told, group=group, group_src=0)
+        pass_on_from_signal(cause)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        if isinstance(told[0], CheckpointError):
+            raise told[0] from cause
+        return told[0]  # type: ignore[no-any-return]
+    finally:
+        del told, cause  # tracebacks hold this frame: a lock that they hold, too, would last until it is collected
 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:

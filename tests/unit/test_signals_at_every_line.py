@@ -74,8 +74,8 @@ def saving(folder, name, tree):
 
 
 def staging():
-    stager = st.Stager(max_snapshots=2)
-    return lambda: stager.stage(state(1))
+    with st.Stager() as stager:
+        stager.stage(state(1))
 
 
 ACTIONS = {
@@ -90,7 +90,7 @@ ACTIONS = {
     "save a directory": lambda folder: saving(folder, "", state(1)),
     "save torch's format": lambda folder: saving(folder, ".pt", state(1)),
     "save safetensors": lambda folder: saving(folder, ".safetensors", tensors()),
-    "stage": lambda _: staging(),
+    "stage": lambda _: staging,
     "similarity": lambda _: lambda: st.similarity(state(1), state(1)),
     "copy_into": lambda _: lambda: st.copy_into(tensors(), tensors()),
     "offload": lambda _: lambda: st.offload(state(1)),
@@ -142,7 +142,7 @@ def lost(action, places, kind):
             try:
                 with Ringing(place, lambda: signal.raise_signal(signal.SIGALRM)):
                     action()
-            except Exception as error:  # noqa: BLE001 - whatever came out
+            except Exception as error:
                 caught = error
             if caught is not (raised[0] if raised else None):
                 found.append((*place, repr(caught)))
