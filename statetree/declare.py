@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.autograd.profiler import record_function
 
-from statetree.errors import in_verb, with_checks
+from statetree.errors import in_verb, unsignalled, with_checks
 from statetree.torch_internals import called_quietly, is_profiling, never_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +58,7 @@ def is_leafwise(step: Callable[..., Any]) -> bool:
     """Whether a function, or what a partial was made of, is declared leafwise."""
     try:
         return getattr(step, "func", step) in _LEAFWISE
-    except TypeError:  # a callable that cannot be hashed
+    except unsignalled(TypeError):  # a callable that cannot be hashed
         return False
 
 
@@ -66,7 +66,7 @@ def is_collective(step: Callable[..., Any]) -> bool:
     """Whether a step communicates with other ranks."""
     try:
         alone = _COLLECTIVE.get(getattr(step, "func", step))
-    except TypeError:  # a callable that cannot be hashed
+    except unsignalled(TypeError):  # a callable that cannot be hashed
         return False
     return alone is not None and not alone(getattr(step, "keywords", {}))
 

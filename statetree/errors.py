@@ -5,6 +5,7 @@ And what is checked once more when a verb ends, for errors that can be told only
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -17,10 +18,11 @@ from statetree.key_paths import is_tensor, literal, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
+    from types import CodeType, FrameType, TracebackType
 
     from statetree.key_paths import Path
 
+E = TypeVar("E", bound=Exception)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -97,6 +99,27 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(found.__traceback__)
 
 
+# What the handler of a signal raises (an alarm, say) comes out of every verb as it is, wherever it came up.
+
+
+def unsignalled(*kinds: type[E]) -> tuple[type[E], ...]:
+    """Return kinds of errors, for an ``except``. If the handler of a signal raised what is handled, raise that instead.
+
+    (An alarm may be of any kind: a ``TimeoutError`` is an ``OSError``. It says nothing of a file, or of a value.)
+    """
+    pass_on_from_signal(sys.exception())
+    return kinds
+
+
+class suppress(contextlib.suppress):
+    """As that of ``contextlib``, but for what the handler of a signal raises."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return super().__exit__(kind, error, trace) and _from_signal(error) is None
+
+
 def is_users_own(error: BaseException) -> bool:
     """Whether what came up in somebody else's code concerns that alone: an error or an exit.
 
@@ -105,30 +128,39 @@ def is_users_own(error: BaseException) -> bool:
     return isinstance(error, Exception | SystemExit) and _from_signal(error) is None
 
 
-def pass_on_from_signal(error: BaseException) -> None:
+def pass_on_from_signal(error: BaseException | None) -> None:
     """Raise what the handler of a signal raised (an alarm, say), if an error is that or was raised from it."""
     raised = _from_signal(error)
-    if raised is not None:
-        raise raised
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        del error, raised  # the traceback holds this frame: what they hold would last until it is collected
 
 
-def _from_signal(error: BaseException) -> BaseException | None:
+def _from_signal(error: BaseException | None) -> BaseException | None:
     """Return what the handler of a signal raised, of an error and its causes.
 
     (Not of its context: whoever calls us after an alarm has that for the context of every error.)
     """
+    codes: set[CodeType | None] = set()
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if len(frames) > 1:
+            codes = codes or _handlers()
+            if any(frame.f_code in codes and _is_given(frame, caller) for caller, frame in pairwise(frames)):
+                return error
+        error = error.__cause__
+    return None
+
+
+def _handlers() -> set[CodeType | None]:
+    """Return the code of all handlers of signals that are functions of Python."""
     handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
     calls = [getattr(handler, "func", handler) for handler in handlers]
-    codes = {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
-        if any(frame.f_code in codes and _is_given(frame, caller) for caller, frame in pairwise(frames)):
-            return found
-        found = found.__cause__
-    return None
+    return {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
 
 
 def _is_given(frame: FrameType, caller: FrameType) -> bool:
@@ -148,7 +180,7 @@ def describe_leaf(leaf: Any) -> str:
     name = type(leaf).__qualname__
     try:
         return f"{name} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}" if is_tensor(leaf) else name
-    except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say
+    except unsignalled(Exception):  # half-initialised tensors refuse to say
         return name
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from statetree.errors import unsignalled
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
@@ -306,7 +308,7 @@ def geometry_guard(
 
         sizes = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
         check = _while_recording(TensorGuards, *tensors, **sizes).check
-    except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
+    except unsignalled(Exception):  # anything at all: this is only a shortcut
         return None
     return lambda others: bool(_while_recording(check, *others))
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from statetree.errors import unsignalled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,7 +27,7 @@ def reduces(reduction: str, dtype: torch.dtype) -> bool:
     """Whether torch can put partials of a dtype together, and has that dtype again."""
     try:
         reduce_in_place(torch.ones(2, 1, dtype=dtype), reduction)
-    except (RuntimeError, NotImplementedError):
+    except unsignalled(RuntimeError, NotImplementedError):
         return False
     return True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_left
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, Stored, check_file, read_manifest
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, suppress
 from statetree.files.block_checksums import RunningChecksum
 from statetree.files.publishing import begin_to_sync
 from statetree.files.ranges import OpenFiles

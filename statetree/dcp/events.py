@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.errors import unsignalled
 from statetree.tree.flatten import flatten
 
 if TYPE_CHECKING:
@@ -52,5 +53,5 @@ def tell(on_event: Callable[[Event], object] | None, event: Event, *, is_first: 
     try:
         if on_event is not None:
             on_event(event)
-    except Exception:  # noqa: BLE001 - whatever watches is not to stop the training
+    except unsignalled(Exception):  # whatever watches is not to stop the training
         _log.warning("on_event failed with %s", event, exc_info=True)

@@ -14,7 +14,7 @@ import stat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, unsignalled
 from statetree.files.crc32 import crc32
 from statetree.files.remote import RemotePath
 from statetree.files.untrusted import refuse
@@ -120,14 +120,14 @@ def read_manifest(directory: Path) -> FileManifest | None:
         data = regular_bytes(directory / MANIFEST, _MAX_BYTES)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except unsignalled(OSError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be opened: {error}") from error
     line, _, end = data.partition(b"\n")
     if end != f"{crc32(line):08x}\n".encode():
         raise CheckpointError(f"{MANIFEST} is damaged: its checksum differs")
     try:
         return _parsed(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except unsignalled(ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is of an unknown version, or hostile ({type(error).__name__})") from None
 
 

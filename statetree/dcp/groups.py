@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown, unsignalled
 from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
@@ -158,13 +158,17 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
                 "and try again; complete checkpoints are untouched."
             )
             told = [CheckpointError(msg)]
-    if group is not None:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
-    if isinstance(told[0], CheckpointError):
-        raise told[0] from cause
-    return told[0]  # type: ignore[no-any-return]
+    try:
+        if group is not None:
+            dist.broadcast_object_list(told, group=group, group_src=0)
+        pass_on_from_signal(cause)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        if isinstance(told[0], CheckpointError):
+            raise told[0] from cause
+        return told[0]  # type: ignore[no-any-return]
+    finally:
+        del told, cause  # tracebacks hold this frame: a lock that they hold, too, would last until it is collected
 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
@@ -183,8 +187,7 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
         yield
     except StateTreeError:
         raise
-    except Exception as error:
-        pass_on_from_signal(error)
+    except unsignalled(Exception) as error:
         remedy = "It is incomplete, and does not load. Save again once the cause is mended."
         if verb == "load":
             remedy = "The template's tensors may be filled in part. Load another checkpoint."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-from contextlib import suppress
 from itertools import pairwise
 from operator import add, le
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
@@ -17,7 +16,7 @@ import torch
 
 from statetree.chunks.boxes import Box, whole_box
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
-from statetree.errors import CheckpointError, pass_on_from_signal
+from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
@@ -124,7 +123,7 @@ def _content(directory: Path) -> bytes:
         raise CheckpointError(msg)
     try:
         return regular_bytes(path, _MAX_BYTES)
-    except OSError as error:
+    except unsignalled(OSError) as error:
         _raise_unreadable(directory, error)
     except CheckpointError as error:
         msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
@@ -151,11 +150,9 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
     elif isinstance(error, FileNotFoundError):
         what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
         inside_it: list[str] = []
-        try:
+        with suppress(OSError):
             folders = sorted(directory.iterdir())[-_MOST_LOOKED_AT:]
             inside_it = [folder.name for folder in folders if (folder / METADATA).exists()]
-        except OSError as failure:
-            pass_on_from_signal(failure)
         if inside_it:
             what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
     else:
@@ -282,7 +279,7 @@ def _check_pieces(directory: Path, found: Described) -> None:
 def _file(directory: Path, name: str) -> os.stat_result:
     try:
         return inside(directory, name, directory / METADATA).stat()
-    except (OSError, CheckpointError) as error:
+    except unsignalled(OSError, CheckpointError) as error:
         _damaged(str(error).removeprefix("read: ").rstrip("."))
 
 

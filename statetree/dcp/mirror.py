@@ -10,7 +10,6 @@ import logging
 import re
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -19,7 +18,7 @@ from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.series import Series, StepDirectory, identity_of, name_of, steps_of
 from statetree.declare import renew_after_fork
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.remote import RemotePath, is_url
 from statetree.stager.workers import aside
 
@@ -70,7 +69,7 @@ class MirroredSeries(Series):
         near = self.local()
         try:
             there, unknown = steps_at(self.url)
-        except OSError as error:
+        except unsignalled(OSError) as error:
             raise CheckpointError(
                 f"Checkpointer: the mirror {self.url} cannot be reached: expected it to answer, got: "
                 f"{str(error).rstrip('.')}. It may have later steps than {self.directory}, which has {steps_of(near)}. "
@@ -131,7 +130,7 @@ class MirroredSeries(Series):
                 self._is_behind = False
             try:
                 self._catch_up()
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            except unsignalled(Exception) as error:  # whatever it is, training goes on
                 _log.warning("the mirror %s is behind, until the next save: %r", self.url, error)
 
     def _catch_up(self) -> None:
@@ -190,7 +189,7 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
     for step, folder in _folders_at(url).items():
         try:
             save = _asked(partial(_save_in, folder))
-        except OSError as error:
+        except unsignalled(OSError) as error:
             _log.warning("step %d of the mirror %s cannot be looked at: %s", step, url, error)
             unknown.add(step)
             continue

@@ -103,8 +103,8 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     known = {**told[0].tensors}
     for one in told[1:]:
         if one.tensors != told[0].tensors:
-            for key, outline in one.tensors.items():
-                if known.setdefault(key, outline) != outline:
+            for key, held in one.tensors.items():
+                if known.setdefault(key, held) != held:
                     _refuse_disagreement(key)
     holders: dict[Index, list[int]] = {}
     for rank, described in enumerate(told):

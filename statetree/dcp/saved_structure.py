@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, unsignalled
 from statetree.files.key_texts import UnknownKey, is_readable, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
@@ -181,7 +181,7 @@ def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Containe
             (aux,) = saved.data
             return kind, keys, _read_value(aux)
         return kind, keys, (None, _read_instance(kind, keys, saved.data))
-    except (TypeError, ValueError, KeyError) as error:
+    except unsignalled(TypeError, ValueError, KeyError) as error:
         return f"a {name} that is not the class of that name here ({error})"
 
 
@@ -235,7 +235,7 @@ def read_structure(text: Any) -> Structure:
             {_texts(keys): str(text) for keys, text in table.get("others", ())},
         )
         _check_tree(found)
-    except (TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:
+    except unsignalled(TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:
         msg = f"load: the checkpoint's structure is damaged: {type(error).__name__}: {error}. Load another checkpoint."
         raise CheckpointError(msg) from error
     return found
@@ -294,7 +294,7 @@ def _written_aux(kind: Container, aux: Any) -> Any:
             return None
         pairs = zip(attributes.names, attributes.frozen, strict=True)
         return [[name, None if frozen is None else _written_value(frozen.thaw())] for name, frozen in pairs]
-    except TypeError:
+    except unsignalled(TypeError):
         return False
 
 

@@ -43,7 +43,7 @@ from statetree.dcp.state_entries import (
     is_array_of_numbers,
 )
 from statetree.declare import undisturbed
-from statetree.errors import UnsupportedLeaf, check_now, pass_on_from_signal, shown, warn
+from statetree.errors import UnsupportedLeaf, check_now, shown, unsignalled, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
@@ -79,8 +79,7 @@ def _pickled(value: Any, path: Path) -> bytearray:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
-    except Exception as error:
-        pass_on_from_signal(error)
+    except unsignalled(Exception) as error:
         msg = (
             f"save: the leaf at {path or '<root>'} ({type(value).__qualname__}) cannot be pickled: "
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."

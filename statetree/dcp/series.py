@@ -13,14 +13,13 @@ import re
 import stat
 import time
 import uuid
-from contextlib import suppress
 from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.publishing import alone_in, remove_folder, sync
 
 if TYPE_CHECKING:
@@ -289,11 +288,11 @@ def _is_in_use(path: str) -> bool:
         return True
     try:
         handle = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
+    except unsignalled(OSError):
         return False
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except unsignalled(OSError) as error:
         return isinstance(error, (BlockingIOError, PermissionError))
     finally:
         os.close(handle)

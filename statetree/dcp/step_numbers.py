@@ -6,6 +6,8 @@ import json
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from statetree.errors import unsignalled
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,7 +26,7 @@ def as_int(step: Any) -> int:
     """Return a whole number of NumPy's or torch's as Python's; all else as it is: every rank is to hear of it."""
     try:
         return step if isinstance(step, bool) else index(step)
-    except TypeError:
+    except unsignalled(TypeError):
         return step  # type: ignore[no-any-return]
 
 
@@ -40,7 +42,7 @@ def as_metric(verb: str, metric: Any) -> float | None:
         return None
     try:
         return float(metric)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except unsignalled(TypeError, ValueError, RuntimeError) as error:
         msg = f"{verb}: metric must be a number, or None: expected a float, got {type(metric).__qualname__}. {error}"
         raise TypeError(msg) from None
 
@@ -63,6 +65,6 @@ def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]
         text = json.dumps(given := dict(metadata or {}))
         check_texts(given)
         return dict(json.loads(text))
-    except (TypeError, ValueError, RecursionError) as error:
+    except unsignalled(TypeError, ValueError, RecursionError) as error:
         msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None

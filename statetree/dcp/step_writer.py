@@ -13,7 +13,7 @@ from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
 from statetree.declare import phase
-from statetree.errors import CheckpointError, StateTreeError
+from statetree.errors import CheckpointError, StateTreeError, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class StepWriter:
             published = self.series.publish(made[0])
             try:
                 return bytes_in(self.series.path(published)), self.series.prune(self.kept, published)
-            except OSError as error:
+            except unsignalled(OSError) as error:
                 raise CheckpointError(
                     f"save: the checkpoint {self.series.path(published)} is complete, but older ones could not be "
                     f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
@@ -91,7 +91,7 @@ class StepWriter:
             return by_first("save", group, publish)
         except StateTreeError:
             raise
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise CheckpointError(
                 f"save: this rank could not be told that the checkpoint of step {step} is complete: "
                 f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."

@@ -14,7 +14,7 @@ from statetree.dcp.saved_structure import read_structure
 from statetree.dcp.saving import write
 from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
-from statetree.errors import Difference
+from statetree.errors import Difference, unsignalled
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.torch_format import gist, read_value
 from statetree.files.unpickling import StoredObject
@@ -107,7 +107,7 @@ class _Directory:
             if not self._files.weights_only:
                 return torch.load(io.BytesIO(data), weights_only=False)
             return read_value(data)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
+        except unsignalled(Exception) as error:  # whatever it is, the value cannot be made
             name = printable(gist(error))
             is_of_a_class = "nsupported" in str(error) and "operand" not in str(error)  # and not damaged
             if not self._skip_foreign or not is_of_a_class:

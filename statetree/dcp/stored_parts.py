@@ -14,7 +14,7 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.state_entries import PARTS_ENTRY, content_of
 from statetree.declare import quietly
-from statetree.errors import CheckpointError, Difference
+from statetree.errors import CheckpointError, Difference, unsignalled
 from statetree.files.checkpoint import StoredParts
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
@@ -75,7 +75,7 @@ class SavedParts(StoredParts):
                 _check_same_pieces(made, leaf)
             else:
                 check_sparse_indices(made)
-        except (RuntimeError, ValueError) as error:
+        except unsignalled(RuntimeError, ValueError) as error:
             what = f"{path or '<root>'} are damaged: {str(error).splitlines()[0][:300]}"
             raise CheckpointError(f"load: the indices of the leaf at {what}. Load another checkpoint.") from None
 
@@ -124,6 +124,6 @@ def sparse_tensor(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | N
         else:
             kind = _COMPRESSED[layout[1]]
             made = torch.sparse_compressed_tensor(indices[1], indices[0], values, size, layout=kind, **options)
-    except (RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
+    except unsignalled(RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
         return None
     return StoredTensor(made, lambda: None, None)

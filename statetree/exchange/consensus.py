@@ -19,7 +19,7 @@ import torch
 
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
-from statetree.errors import RankMismatch, shown
+from statetree.errors import RankMismatch, shown, unsignalled
 from statetree.leaves.leaf_numbers import text_number
 from statetree.spans.sums import signed
 
@@ -210,7 +210,7 @@ def _failed(verb: str, group: Group, error: BaseException | None) -> RankMismatc
 def _shortened(failure: BaseException) -> str:
     try:
         text = str(failure)
-    except Exception:  # noqa: BLE001 - a hostile __str__ must not keep the others waiting
+    except unsignalled(Exception):  # a hostile __str__ must not keep the others waiting
         text = "(its message cannot be shown)"
     if len(text) > _ERROR_CHARACTERS:
         text = text[:_ERROR_CHARACTERS] + "…"

@@ -19,7 +19,7 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.chunks.layouts import whole_on
 from statetree.chunks.local import LocalChunks
-from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf, describe_leaf
+from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf, describe_leaf, unsignalled
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.plan import Chunked, Transfer
 from statetree.leaves.builtin import is_plain
@@ -149,12 +149,12 @@ def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], 
     """Return a message with metadata of leaves as bytes; ``UnsupportedLeaf`` names the first plain value to blame."""
     try:
         return _dumps(message)
-    except Exception as error:
+    except unsignalled(Exception) as error:
         for index, leaf in enumerate(leaves):
             try:
                 if not isinstance(leaf, torch.Tensor):
                     _dumps(leaf)
-            except Exception as own:
+            except unsignalled(Exception) as own:
                 path = paths()[index]
                 msg = (
                     f"{verb}: cannot send the leaf at {path or '<root>'} ({describe_leaf(leaf)}) to other ranks: "
@@ -225,7 +225,7 @@ def read_description(verb: str, text: bytes) -> Description:
     """Return the description that was received, or raise what the source found wrong with its tree."""
     try:
         found: Description | StateTreeError = pickle.loads(text)
-    except Exception as error:
+    except unsignalled(Exception) as error:
         raise RankMismatch(
             f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
             "on every rank."

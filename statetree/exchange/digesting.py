@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from statetree.errors import unsignalled
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.exchange.replica_check import chunk_number, told_apart
 from statetree.leaves.leaf_numbers import tensor_number, value_number
@@ -47,7 +48,7 @@ def own_numbers(manifest: Manifest) -> dict[int, int]:
         if index not in found:
             try:
                 found[index] = value_number(manifest.leaves[index])
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 raise located_error(
                     manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index
                 ) from error

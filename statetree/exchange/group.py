@@ -6,7 +6,6 @@ import ctypes
 import struct
 import zlib
 from collections import defaultdict
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
 from statetree.declare import cached_property
-from statetree.errors import RankMismatch, UnsupportedLeaf
+from statetree.errors import RankMismatch, UnsupportedLeaf, suppress, unsignalled
 from statetree.torch_internals import (
     device_types,
     is_functional,
@@ -80,7 +79,7 @@ class Group(Ranks):
             return True
         try:
             return bool(dist.get_process_group_ranks(self.process_group))
-        except (KeyError, ValueError):
+        except unsignalled(KeyError, ValueError):
             return False
 
     def alone(self) -> Group:
@@ -234,7 +233,7 @@ class Group(Ranks):
         try:
             for work in works:
                 work.wait(*(() if self.timeout is None else (self.timeout,)))
-        except RuntimeError as error:
+        except unsignalled(RuntimeError) as error:
             limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
             raise RankMismatch(
                 f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
@@ -255,7 +254,7 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
     given: Any = process_group
     try:
         rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
-    except ValueError:
+    except unsignalled(ValueError):
         msg = f"{verb}: the process group was destroyed: expected one that lasts. Make another one."
         raise RankMismatch(msg) from None
     if rank < 0:
@@ -272,7 +271,7 @@ def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
         return None
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (ValueError, OverflowError):  # not a number, or more than there is
+    except unsignalled(ValueError, OverflowError):  # not a number, or more than there is
         limit = timedelta(0)
     if limit <= timedelta(0):
         msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}. Pass None for the group's own."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from statetree.chunks.local import location_of
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.exchange.consensus import Alike, Entry
 from statetree.exchange.path_order import order_of
 from statetree.exchange.prepared import preparation_under_way
@@ -190,7 +190,7 @@ class Manifest:
                     self.chunks[index] = chunks
                     key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
                     self.canonical[index] = first.setdefault(key, index)
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
@@ -242,7 +242,7 @@ class Manifest:
     def _text(self, index: int) -> str:
         try:
             return f"{_text_of(self.leaves[index])}{' (stored)' if self.is_unread(index) else ''}"
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
     def details(self) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from statetree.chunks.local import location_of
 from statetree.declare import quietly
-from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, unsignalled
 from statetree.exchange.manifest import chunks_of
 from statetree.files.stored import OutOfRange
 from statetree.files.two_threads import in_two_threads
@@ -130,7 +130,7 @@ def held_chunks(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks |
     """Return the chunks that this rank holds of a distributed leaf; ``None`` of another. An error has the path."""
     try:
         return chunks_of(leaf, ranks)
-    except Exception as error:
+    except unsignalled(Exception) as error:
         raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
 
 

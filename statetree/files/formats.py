@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.declare import phase, undisturbed
-from statetree.errors import CheckpointError, pass_on_from_signal
+from statetree.errors import CheckpointError, unsignalled
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
@@ -102,8 +102,7 @@ def opened(
             expected = ", ".join(f"a {known.title}" for known in _formats())
             refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
         return found.open(checkpoint, files, skip_foreign=skip_foreign)
-    except OSError as error:
-        pass_on_from_signal(error)
+    except unsignalled(OSError) as error:
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 
@@ -277,8 +276,7 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what a file system raises into a ``CheckpointError`` that names the path."""
     try:
         yield
-    except OSError as error:
-        pass_on_from_signal(error)
+    except unsignalled(OSError) as error:
         msg = f"save: cannot write {os.fspath(path)}: {error}. Check the name, the place and its permissions."
         raise CheckpointError(msg) from error
 

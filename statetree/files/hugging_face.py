@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.errors import unsignalled
 from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def read_json(file: FileRange, start: int, length: int, what: str) -> dict[str, 
     try:
         text = file.read(start, length, what).decode("utf-8")  # of bytes, ``json`` would guess the encoding
         found = json.loads(text, object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as error:
+    except unsignalled(ValueError, RecursionError) as error:
         refuse(file.path, f"{what} is no JSON: {str(error)[:100]}")
     if not isinstance(found, dict):
         refuse(file.path, f"{what} is no JSON object")

@@ -6,6 +6,7 @@ import json
 import struct
 from typing import Any
 
+from statetree.errors import unsignalled
 from statetree.key_paths import ADDRESS, Attr
 
 
@@ -108,5 +109,5 @@ def without_addresses(value: Any) -> str:
     """Return a value's representation, the same in every process."""
     try:
         return ADDRESS.sub("", repr(value))
-    except Exception:  # noqa: BLE001 - a hostile __repr__
+    except unsignalled(Exception):  # a hostile __repr__
         return ADDRESS.sub("", object.__repr__(value))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.errors import unsignalled
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
@@ -39,7 +40,7 @@ def short_value(value: Any) -> str:
         return f"<{value.nbytes()} bytes>"
     try:
         return brief(_REPR.repr(value), _LONGEST)
-    except ValueError:  # an integer of thousands of digits
+    except unsignalled(ValueError):  # an integer of thousands of digits
         return f"<{type(value).__name__}>"
 
 

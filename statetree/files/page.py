@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, suppress
 from statetree.files.leaf_text import dtype_text, leaf_text
 from statetree.files.page_parts import BODY, SCRIPT, SEARCH, ShardFigures, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE

@@ -13,14 +13,14 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from weakref import WeakValueDictionary
 
 from statetree.declare import renew_after_fork
-from statetree.errors import CheckpointError, pass_on_from_signal
+from statetree.errors import CheckpointError, suppress, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -105,11 +105,10 @@ def write_whole(
                     _publish(folder, names, home, old)
                 sync(home)
             sync(target.parent)
-    except (OSError, CheckpointError) as failure:
+    except unsignalled(OSError, CheckpointError) as failure:
         error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
         if not isinstance(error, OSError):
             raise
-        pass_on_from_signal(error)  # a TimeoutError is an OSError
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         if last is not None and not last.exists():
             remedy += f" Then move the files of {folder.name} beside it: what they replace is gone in part."
@@ -317,7 +316,7 @@ def _shards_of(path: Path) -> list[Path]:
         return []
     try:
         names = set(json.loads(path.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
+    except unsignalled(ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
         return []
     is_shard = re.compile(re.escape(stem.removesuffix(".safetensors")) + _SHARD)
     return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]

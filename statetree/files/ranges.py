@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import check_later, pass_on_from_signal
+from statetree.errors import check_later, unsignalled
 from statetree.files.block_checksums import BlockChecksums, marks_length
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
@@ -117,7 +117,7 @@ class OpenFiles:
             handle = _Handle(os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
-        except (OSError, ValueError) as error:
+        except unsignalled(OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
         about = os.fstat(handle.number)
         if not stat.S_ISREG(about.st_mode):
@@ -146,7 +146,7 @@ class OpenFiles:
             refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
         try:
             there = FileIdentity.of(os.stat(self._absolute[path]))
-        except OSError as error:
+        except unsignalled(OSError) as error:
             refuse(path, f"it was removed while it was read: {error.strerror or error}", "Open what is there now.")
         if not (found.is_as(known) and there.is_as(known)):
             refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
@@ -157,8 +157,7 @@ class OpenFiles:
         while done < len(view):
             try:
                 count = os.preadv(handle.number, [view[done:]], offset + done)
-            except OSError as error:
-                pass_on_from_signal(error)  # a TimeoutError is one
+            except unsignalled(OSError) as error:
                 refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
             if not count:
                 refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")

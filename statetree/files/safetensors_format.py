@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import CheckpointError, shown
+from statetree.errors import CheckpointError, shown, unsignalled
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAMES, file_in, read_index, read_json
 from statetree.files.stored import StoredTensor
@@ -108,7 +108,7 @@ def _has_shards(name: str, text: str) -> bool:
     """Whether a file, by its name and the text that DCP keeps there, holds parts of tensors."""
     try:
         starts = [start for entry in json.loads(text).values() for start in entry["saved_offsets"]]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except unsignalled(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         starts = []
     return any(starts) or fnmatchcase(name, _SHARD_NAMES)
 
@@ -151,7 +151,7 @@ def _place(file: FileRange, key: str, entry: Any) -> tuple[torch.dtype, list[int
         name, stated, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype = _DTYPES.get(name)
         is_sound = isinstance(stated, list) and all(type(part) is int and part >= 0 for part in [*stated, begin, stop])
-    except (KeyError, TypeError, ValueError):
+    except unsignalled(KeyError, TypeError, ValueError):
         refuse(file.path, f"the header of the tensor {key!r} is damaged")
     if not is_sound or len(stated) > 64 or (0 in stated and math.prod([part for part in stated if part]) > 2**62):
         refuse(file.path, f"the header of the tensor {key!r} has an impossible shape or offset")
@@ -174,7 +174,7 @@ def _tensors(tree: Any) -> dict[str, Any]:
     for key, leaf in flat.items():
         try:
             why = _why_not(key, leaf)
-        except Exception as error:  # noqa: BLE001 - a subclass may refuse anything, and so do uninitialized parameters
+        except unsignalled(Exception) as error:  # a subclass may refuse anything, and so do uninitialized parameters
             why = f"a {type(leaf).__qualname__}, of which torch says: {str(error).splitlines()[0][:200]}"
         lines += [f"{printable(key)}: {why}"] if why else []
     if lines:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import struct
-from contextlib import suppress
 from functools import lru_cache, reduce
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.declare import quietly
+from statetree.errors import suppress
 from statetree.files.crc32 import crc32, joined
 from statetree.torch_internals import storage_at
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, pass_on_from_signal, warn
+from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, unsignalled, warn
 from statetree.exchange.manifest import is_strided
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
@@ -196,7 +196,7 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
             place.verify()
     try:
         check_sparse_indices(composite)
-    except RuntimeError as error:
+    except unsignalled(RuntimeError) as error:
         refuse(file.label, f"the indices of a sparse tensor are wrong: {str(error).splitlines()[0]}")
 
 
@@ -267,8 +267,7 @@ class TorchFormat(CheckpointFormat):
             save_as(offload(tree) if _is_loose(leaves) else tree, folder / name)
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # whatever the values' own methods raise
-            pass_on_from_signal(error)
+        except unsignalled(Exception) as error:  # whatever the values' own methods raise
             what = f"torch cannot save the {_culprit(tree)}: {type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"save: {what}. Leave it out (select).") from error
         try:  # by the names in the pickle: tensors are neither made nor mapped
@@ -349,7 +348,7 @@ def save_as(value: Any, path: Path) -> None:
         stream: Any = _Stream(file)
         try:
             torch.save(value, stream)
-        except RuntimeError as error:
+        except unsignalled(RuntimeError) as error:
             hidden = error.__context__  # torch's writer closes the archive, and raises that it is not whole
             if hidden is None or hidden is handled:
                 raise
@@ -366,7 +365,7 @@ def is_loaded(value: Any) -> bool:
     try:
         torch.save(value, file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception:  # noqa: BLE001 - whatever it is, loading would raise it
+    except unsignalled(Exception):  # whatever it is, loading would raise it
         return False
     return True
 
@@ -388,7 +387,7 @@ def why_not_restorable(data: bytes) -> str:
     """Say why a value that ``torch.save`` wrote does not come back by default; empty if it does."""
     try:
         read_value(data)
-    except Exception as error:  # noqa: BLE001 - whatever it is, loading would raise it
+    except unsignalled(Exception) as error:  # whatever it is, loading would raise it
         return gist(error)
     return ""
 

@@ -17,6 +17,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
 
+from statetree.errors import unsignalled
 from statetree.files.pickled_tensors import find, storages
 from statetree.files.unpickling import BadPickle, read_pickle
 from statetree.files.untrusted import refuse
@@ -70,7 +71,10 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         nbytes = min(len(buffer), max(0, self._file.length - self._at))
-        buffer[:nbytes] = self._file.read(self._at, nbytes, "what lies in it")
+        try:
+            buffer[:nbytes] = self._file.read(self._at, nbytes, "what lies in it")
+        except OSError as error:  # of a signal's handler. The archive would take it for the end of the file
+            raise BadZipFile(str(error)) from error
         self._at += nbytes
         return nbytes
 
@@ -79,7 +83,7 @@ def read_members(file: FileRange) -> dict[str, TorchMember]:
     """Return the members of an archive by name."""
     try:
         archive = ZipFile(_Reader(file))
-    except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+    except unsignalled(BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         refuse(file.label, f"it is no zip archive: {error}")
     end = file.length - _END.size
     if _END.unpack(file.read(end, _END.size, "the end of the archive")) != (b"PK\x05\x06", 0):

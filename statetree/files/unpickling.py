@@ -15,7 +15,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -120,7 +120,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
             made = known.make(*args)
         except CheckpointError:  # a file that changed meanwhile
             raise
-        except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
+        except unsignalled(Exception) as error:  # what only an object that is not loaded holds is not needed
             self.failures.append(error)
             return _NotMade(name)
         self._num_defaultdicts += type(made) is defaultdict
@@ -210,9 +210,9 @@ def read_pickle(
         return unpickler.read(), list(unpickler.foreign)
     except (BadPickle, CheckpointError):
         raise
-    except (IndexError, KeyError, EOFError, pickle.UnpicklingError):
+    except unsignalled(IndexError, KeyError, EOFError, pickle.UnpicklingError):
         raise BadPickle("it is cut off, or refers to what it does not hold") from None
-    except Exception as error:  # noqa: BLE001 - functions are given anything
+    except unsignalled(Exception) as error:  # functions are given anything
         raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
 
 

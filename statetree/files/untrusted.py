@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, unsignalled
 from statetree.key_paths import printable as printable
 
 if TYPE_CHECKING:
@@ -68,6 +68,6 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
             refuse(listed_in, f"the file {name!r} is a link that leads out of its directory", remedy)
         if not path.is_file():
             refuse(listed_in, f"the file {name!r} is missing", "Get all files of the checkpoint.")
-    except (OSError, ValueError) as error:
+    except unsignalled(OSError, ValueError) as error:
         refuse(listed_in, f"the file {name!r} cannot be found: {error}")
     return path

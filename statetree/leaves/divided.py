@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.leaves.engine_type import LeafPart, ListedPart
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
@@ -89,7 +89,7 @@ class Outline(NamedTuple):
                     made[key] = recipe.lift(own)
                     if bound and made[key] is not recipe.leaf:
                         _check_bound(made[key], own)
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
             leaves.append(made[key])

@@ -128,7 +128,7 @@ class EngineLeafType(LeafType):
         return self.pack(context, parts)
 
     def local_pair(self, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor] | None:  # noqa: ARG002 - for others
-        """Return the local tensors of two values that differ in these alone, if they do; ``None`` if they may in more."""
+        """Return the local tensors of two values that differ in these at most; ``None`` if they may in more."""
         return None
 
     def elements_only(self, context: Any) -> bool:  # noqa: ARG002 - for others

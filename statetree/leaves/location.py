@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import (
-    CheckpointError,
-    StateTreeError,
-    TreeMismatch,
-    UnsupportedLeaf,
-    describe_leaf,
-    pass_on_from_signal,
-)
+from statetree.errors import CheckpointError, StateTreeError, TreeMismatch, UnsupportedLeaf, describe_leaf
 from statetree.key_paths import Path
 
 if TYPE_CHECKING:
@@ -26,9 +19,8 @@ def located_error(
 ) -> Exception:
     """Return the error to raise for one that came up while a leaf was taken apart or put together.
 
-    Raise that one itself if the handler of a signal raised it, or where leaves have no paths: the caller says which.
+    Raise that one itself where leaves have no paths: the caller says which.
     """
-    pass_on_from_signal(error)
     if not (named := paths()):
         raise error
     path = named[index]

@@ -15,7 +15,7 @@ import torch
 
 from statetree.chunks.cuts import Cut
 from statetree.chunks.ranks import this_rank_alone
-from statetree.errors import TreeMismatch
+from statetree.errors import TreeMismatch, unsignalled
 from statetree.leaves.builtin import is_distributed, is_registered, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import LeafPart, WholePart
@@ -75,7 +75,7 @@ def lower(
                 divided[index], recipes[paths[index]] = _divide(leaf, wanted, partner)
     except TreeMismatch:
         raise
-    except Exception as error:
+    except unsignalled(Exception) as error:
         raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
     if not divided:
         return Lowered(leaves, spec, Outline(spec, {}), recipes, leaves, {})
@@ -91,7 +91,7 @@ def lie_on_ranks(verb: str, leaves: list[Any], spec: TreeSpec) -> bool:
         try:
             if is_distributed(leaf) or is_several(leaf):
                 return True
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
     return False
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import Difference, is_users_own
+from statetree.errors import Difference, is_users_own, unsignalled
 from statetree.leaves.builtin import facts, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
@@ -176,7 +176,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
         pair = pairing.left[index], pairing.right[index]
         try:
             found += [(index, *row) for row in _leaf_difference(*pair, plain=plain, dtypes=dtypes)]
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
     if not found:
         return pairing.differences

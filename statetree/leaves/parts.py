@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import UnsupportedLeaf, describe_leaf
+from statetree.errors import UnsupportedLeaf, describe_leaf, unsignalled
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.location import located_error
 from statetree.leaves.types.opaque import Rest
@@ -149,7 +149,7 @@ class Unpacked:
         for index, recipe in self.recipes.items():
             try:
                 result[index] = packer.pack(recipe)
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 raise located_error(self.verb, "put together", error, self.paths, self.leaves, index) from error
         return result
 
@@ -183,7 +183,7 @@ def unpack(
                 continue
             try:
                 recipes[index] = unpacker.unpack(leaves[index])
-            except Exception as error:
+            except unsignalled(Exception) as error:
                 raise located_error(verb, "take apart", error, paths, leaves, index) from error
             owners += [index] * (len(unpacker.parts) - len(owners))
         if len(owners) > len(plain):
@@ -211,7 +211,7 @@ def _unpack_together(
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
-    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
+    except unsignalled(Exception):  # user code raises it, and will do so again
         return unpacker, {}, []
     whole = PackedRecipe(OPAQUE, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
@@ -302,7 +302,7 @@ def are_views(columns: Columns) -> bool:
             and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
             and not carry_tangents(columns.tensors)
         )
-    except (RuntimeError, NotImplementedError):
+    except unsignalled(RuntimeError, NotImplementedError):
         return False
     if plain:
         remember(columns)

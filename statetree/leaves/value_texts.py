@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from statetree.chunks.boxes import whole_box
+from statetree.errors import unsignalled
 from statetree.key_paths import ADDRESS, exactly
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.parts import unpack
@@ -131,6 +132,6 @@ def _pickled_as(value: Any) -> Any:
         if rest and isinstance(rest[0], dict):  # but for what was computed of it, and kept
             kept = {key for key in rest[0] if type(getattr(cls, str(key), None)).__name__ == "cached_property"}
             rest[0] = {key: held for key, held in rest[0].items() if key not in kept}
-    except Exception:  # noqa: BLE001 - a user's own, or what cannot be pickled
+    except unsignalled(Exception):  # a user's own, or what cannot be pickled
         return None
     return [made, arguments, *rest]

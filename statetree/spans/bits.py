@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import is_users_own
+from statetree.errors import is_users_own, unsignalled
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import (
     can_negate,
@@ -277,7 +277,7 @@ def _memcmp() -> Any:
     """Return the C library's ``memcmp``, which is twice as quick as ``torch.equal``; ``None`` where it is not found."""
     try:
         function = ctypes.CDLL(None).memcmp
-    except (OSError, TypeError, AttributeError):  # not on Windows
+    except unsignalled(OSError, TypeError, AttributeError):  # not on Windows
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     function.restype = ctypes.c_int

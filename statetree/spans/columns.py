@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.declare import cached_property
+from statetree.errors import unsignalled
 from statetree.torch_internals import TENSOR_BASE, is_functional, storage_key_of, version_of
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Columns:
     def inference(self) -> list[bool]:
         try:
             list(map(version_of, self.tensors))  # inference tensors refuse, and it is quicker to ask
-        except RuntimeError:
+        except unsignalled(RuntimeError):
             return list(map(TENSOR_BASE.is_inference, self.tensors))
         return [False] * len(self.tensors)
 

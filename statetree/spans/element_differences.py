@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from statetree.errors import unsignalled
 from statetree.spans.bits import as_bits, distinct_elements, from_bits, is_unreadable, pieces, without_elements
 from statetree.torch_internals import WITHOUT_KERNELS
 
@@ -158,7 +159,7 @@ def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
         return None
     try:
         return elements.to(torch.complex128 if elements.dtype.is_complex else torch.float64)
-    except (RuntimeError, NotImplementedError):  # two numbers in a byte
+    except unsignalled(RuntimeError, NotImplementedError):  # two numbers in a byte
         return None
 
 
@@ -187,5 +188,5 @@ def element_text(element: torch.Tensor) -> str:
     """Return one element in words."""
     try:
         return str(element.item())
-    except (RuntimeError, NotImplementedError):  # a dtype that has no Python number
+    except unsignalled(RuntimeError, NotImplementedError):  # a dtype that has no Python number
         return f"0x{bytes(element.view(torch.uint8).tolist())[::-1].hex()}"

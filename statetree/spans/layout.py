@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.torch_internals import COPIED_AS_INTEGERS, is_functional, is_transformed, set_bits, without_elements
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         if columns.whole:
             return
         wrapped = columns.have_no_address
-    except (NotImplementedError, RuntimeError):  # no storage to ask
+    except unsignalled(NotImplementedError, RuntimeError):  # no storage to ask
         wrapped = True
         if not any(map(is_transformed, columns.tensors)):
             raise

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.declare import quietly
-from statetree.errors import warn
+from statetree.errors import unsignalled, warn
 from statetree.torch_internals import shared_storage
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _share(size: int) -> torch.UntypedStorage:
             raise
         finally:
             os.close(descriptor)
-    except (OSError, RuntimeError) as error:  # the latter is torch's
+    except unsignalled(OSError, RuntimeError) as error:  # the latter is torch's
         code, reason = getattr(error, "errno", None) or errno.ENOMEM, getattr(error, "strerror", None) or error
     raise OSError(
         code,
@@ -185,7 +185,7 @@ def _look_for_room(size: int) -> None:
     """Raise ``OSError`` if ``/dev/shm`` has no room, before torch leaves a file there that nobody removes."""
     try:
         room = os.statvfs("/dev/shm")
-    except OSError:
+    except unsignalled(OSError):
         return  # shared memory is elsewhere here
     if size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC) + " in /dev/shm")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 from collections import deque
-from contextlib import suppress
 from ctypes import memmove
 from functools import partial
 from operator import call
@@ -19,6 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from statetree.declare import quietly
+from statetree.errors import suppress, unsignalled
 from statetree.spans.layout import is_dense
 from statetree.torch_internals import copy_all, is_zero_tensor, uninterrupted_event
 
@@ -97,7 +97,7 @@ def call_together(jobs: Sequence[Callable[[], Any]], count: int, last: Sequence[
 
     try:
         _call_all(partial(_thread.start_new_thread, begin, ()), done.wait, *last)
-    except RuntimeError:  # no thread can be started; or what comes last fails, as it does again
+    except unsignalled(RuntimeError):  # no thread can be started; or what comes last fails, as it does again
         _call_all(*jobs, *last)
     else:
         gone.acquire()  # a signal may come here: all is written

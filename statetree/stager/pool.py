@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from statetree.errors import unsignalled
 from statetree.spans.layout import as_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Pool:
             return best
         try:
             storage = self._memory.block(size)
-        except (OSError, RuntimeError, MemoryError):
+        except unsignalled(OSError, RuntimeError, MemoryError):
             if not self._blocks:
                 raise
             self._blocks.clear()  # what does not fit is in the way

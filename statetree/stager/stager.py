@@ -16,7 +16,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from statetree.declare import phase, quietly, renew_after_fork
-from statetree.errors import StagerBusy, StagerClosed, clear_frames
+from statetree.errors import StagerBusy, StagerClosed, clear_frames, unsignalled
 from statetree.spans.columns import interleaved
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
@@ -192,7 +192,7 @@ class Stager:
         try:
             with phase("stage.describe"):
                 captured = capture("stage_async", tree, aside=True)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+        except unsignalled(Exception) as error:  # whatever it is, it belongs into the future
             return failed(error)
         try:
             return self._worker.start(self._finish, captured)

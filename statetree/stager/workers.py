@@ -5,10 +5,11 @@ from __future__ import annotations
 import _thread
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from queue import SimpleQueue
 from sys import is_finalizing
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from statetree.errors import suppress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

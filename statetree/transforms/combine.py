@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from statetree.declare import leafwise, quietly
-from statetree.errors import Difference, TreeMismatch, check_function, note_leaf
+from statetree.errors import Difference, TreeMismatch, check_function, note_leaf, unsignalled
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.pairing import fact_differences, inner_differences, paired_parts
@@ -130,7 +130,7 @@ def _differences(row: _Counterparts) -> list[Difference]:
             held = leaf if is_stored(leaf) else materialized(leaf)
             base = held if base is None else base
             known, inside = facts(held).items(), inner_differences(base, held)
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error("combine", "take apart", error, lambda: [row.path], [leaf], 0) from error
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
@@ -163,7 +163,7 @@ def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.T
     else:
         try:
             result = as_plain(made)
-        except (RuntimeError, TypeError):  # of a class that cannot do without
+        except unsignalled(RuntimeError, TypeError):  # of a class that cannot do without
             found.append(Difference(path, "result", type(made).__qualname__, "a strided tensor"))
     if found or result is None:
         raise TreeMismatch.between("combine", found, "Pass a function that works elementwise, and not in place.")

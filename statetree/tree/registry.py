@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import optree
 import torch
 
+from statetree.errors import unsignalled
 from statetree.tree.atoms import is_atom_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import InstanceContainer, instance_container
@@ -163,7 +164,7 @@ def _stays(cls: type) -> bool:
         for name in cls.__qualname__.split("."):
             found = vars(found)[name]
         known = _MET.setdefault((cls.__module__, cls.__qualname__), id(cls))
-    except (KeyError, AttributeError, TypeError, ImportError):  # of classes and modules that are like no others
+    except unsignalled(KeyError, AttributeError, TypeError, ImportError):  # of classes that are like no others
         return False
     return found is cls and known == id(cls) and all(id(sys.modules.get(name)) == of for name, of in _HOMES.items())
 

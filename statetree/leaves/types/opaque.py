@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import StateTreeError, UnsupportedLeaf
+from statetree.errors import StateTreeError, UnsupportedLeaf, unsignalled
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.arrays import is_array, reduced_array
 from statetree.torch_internals import torch_function_enabled
@@ -224,7 +224,7 @@ class OpaqueType(EngineLeafType):
                 pickler.dump(value)
         except StateTreeError:
             raise
-        except Exception as error:
+        except unsignalled(Exception) as error:
             cls = type(value).__qualname__
             remedy = (
                 f"Leave it out of the state, or register {cls} as a container (register_container), or, if it holds no "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.torch_internals import compressed_indices
 
@@ -104,7 +104,7 @@ class _Quantized(EngineLeafType):
             return [integers], (value.dtype, None)
         try:
             scheme = value.qscheme()
-        except RuntimeError:
+        except unsignalled(RuntimeError):
             msg = "the leaf at %PATH% is quantized, and has no scale: expected what torch.quantize_per_tensor makes."
             raise UnsupportedLeaf(msg) from None
         if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):

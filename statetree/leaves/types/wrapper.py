@@ -6,14 +6,14 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.chunks.cuts import Cut, cut_alike
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import UnsupportedLeaf, suppress
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.spans.bits import safely_equal

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, whole_box
-from statetree.errors import Difference, TreeMismatch
+from statetree.errors import Difference, TreeMismatch, unsignalled
 from statetree.exchange.digesting import holders_of, refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
@@ -242,7 +242,7 @@ class StateParts:
         """Return a number for a leaf that is taken whole."""
         try:
             return value_number(self.leaves[leaf])
-        except Exception as error:
+        except unsignalled(Exception) as error:
             raise located_error(self.verb, "take apart", error, self.paths, self.leaves, leaf) from error
 
     def entangled(self, changes: Mapping[str, TensorChange], replaced: Collection[int]) -> list[tuple[int, str, str]]:
