@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from statetree.errors import pass_on_from_signal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
@@ -306,7 +308,8 @@ def geometry_guard(
 
         sizes = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
         check = _while_recording(TensorGuards, *tensors, **sizes).check
-    except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
+    except Exception as error:  # noqa: BLE001 - anything at all: this is only a shortcut
+        pass_on_from_signal(error)
         return None
     return lambda others: bool(_while_recording(check, *others))
 

@@ -61,6 +61,10 @@ class Call:
         """Say that an agreement comes next: until it is reached, whatever fails is told to the other ranks."""
         self._awaited = True
 
+    def hand_over(self) -> None:
+        """Say that another call begins here, in the place of this one: that one tells the others what fails."""
+        self._awaited = False
+
     def agree(self, fingerprint: Fingerprint) -> Consensus:
         """Make sure that all ranks have one fingerprint; otherwise, or if one failed, all raise ``RankMismatch``."""
         message = fingerprint.message()
@@ -68,9 +72,13 @@ class Call:
         return compare_fingerprints(self.verb, self.group, fingerprint, message)
 
     def all_repeat(self, number: int) -> bool:
-        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so."""
+        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so.
+
+        Otherwise an agreement comes next.
+        """
         self._awaited = False
-        return all_repeat(self.verb, self.group, number)
+        self._awaited = not all_repeat(self.verb, self.group, number)
+        return not self._awaited
 
     def ready(self) -> None:
         """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""
