@@ -306,9 +306,10 @@ def test_other_values_and_options_are_not_known():
     run_ranks(2, change_values_and_options)
 
 
-def know_alone():
+def know_alone(directory):
     """Know a call on one rank only, or another one on each."""
     one, other = state(), state()
+    statetree.save(one, directory / "saved")
     change(other)
     rank = dist.get_rank()
     with recognition_with(), repeats() as known:
@@ -330,6 +331,11 @@ def know_alone():
         name, message = attempt(lambda: statetree.gather(one, dst=0) if rank == 0 else statetree.gather(one))
         assert name == "RankMismatch"
         assert "the ranks do not call the same" in message
+        name, message = attempt(
+            lambda: statetree.gather(one) if rank == 0 else statetree.load(directory / "saved", state())
+        )
+        assert name == "RankMismatch"
+        assert "load on rank 1" in message
         name, message = attempt(lambda: statetree.gather(one if rank == 0 else {"other": 1}))
         assert name == "RankMismatch", message
         name, message = attempt(lambda: statetree.gather(one if rank == 0 else {"lock": threading.Lock()}))
@@ -338,8 +344,8 @@ def know_alone():
     check_in_step()
 
 
-def test_ranks_that_do_not_know_a_call_are_joined():
-    run_ranks(2, know_alone)
+def test_ranks_that_do_not_know_a_call_are_joined(tmp_path):
+    run_ranks(2, know_alone, tmp_path)
 
 
 def fail_in_vain():
