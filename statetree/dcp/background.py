@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from statetree.dcp.groups import group_for, is_alive, new_gloo_group, ranks_of
+from statetree.dcp.groups import check_same, group_for, is_alive, new_gloo_group, ranks_of
 from statetree.dcp.saving import write
-from statetree.errors import CheckpointError, clear_frames
+from statetree.errors import CheckpointError, RankMismatch, clear_frames
 from statetree.exchange.call import on_all_ranks
 from statetree.files.publishing import is_alone
 from statetree.files.remote import refuse_url
@@ -60,7 +60,8 @@ def async_save(
 
     Raises:
         StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises. All ranks raise it.
-        RankMismatch: If this process is not in the group. Only this one raises.
+        RankMismatch: If the ranks pass different directories, or one does not answer. Or if this process is not in the
+            group: only this one raises.
 
     Example:
         >>> import tempfile, torch, statetree.dcp
@@ -75,6 +76,7 @@ def async_save(
     directory = Path(checkpoint_id)
     background = background_of("async_save", directory, process_group, "async_save")
     agreeing = background_of("async_save", directory, process_group, "async_save.staging").group
+    check_same("async_save", "checkpoint_id", str(directory), agreeing)
 
     def stage() -> Any:
         if stager is not None:
@@ -130,7 +132,7 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
         if purpose not in found:
             try:
                 found.setdefault(purpose, Background(None if parent is None else new_gloo_group(parent, _MAKING)))
-            except RuntimeError as error:
+            except (RuntimeError, RankMismatch) as error:
                 raise CheckpointError(
                     f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, "
                     f"got: {str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints "

@@ -166,7 +166,7 @@ class Checkpointer(Schedule):
                 not begun.
             ValueError: If the step is not an integer, or negative.
             TypeError: If the metric is no number, or the metadata are more than JSON holds.
-            RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
+            RankMismatch: If the ranks pass different steps, one does not answer, or this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
@@ -292,7 +292,7 @@ class Checkpointer(Schedule):
                 meanwhile. (Without a step, the latest one is searched again.)
             TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
-            RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
+            RankMismatch: If the ranks pass different steps, one does not answer, or this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.load``.
         """
         if isinstance(state, Integral):

@@ -6,6 +6,7 @@ make each rank go on alone.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -54,7 +55,7 @@ def new_gloo_group(parent: ProcessGroup | None, limit: timedelta = distributed_c
     Making it takes at most a time. In use, it waits as long as others do.
     """
     ranks = [dist.get_rank()] if parent is None else dist.get_process_group_ranks(parent)
-    number = max(from_all(_next[0], parent))
+    number = max(from_all("torch.distributed.new_group", _next[0], parent))
     _next[0] = max(_next[0], number + 1)
     order: dict[str, Any] = {} if _SORTS else {"sort_ranks": False}
     name = blake2b(f"{ranks} {number}".encode(), digest_size=16).hexdigest()  # the ranks may be thousands
@@ -114,13 +115,13 @@ def is_first(group: ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def from_all(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return what every rank of a group holds. Every rank calls it."""
+def from_all(verb: str, value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Return what every rank of a group holds; raise ``RankMismatch`` if one does not answer. Every rank calls it."""
     if group is None:
         return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    told = ranks_of(verb, group).told_once(pickle.dumps(value))
+    by_rank = {rank: pickle.loads(text) for text, ranks in told for rank in ranks}
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def told_to_first(value: Any, group: ProcessGroup | None) -> list[Any]:
@@ -159,8 +160,9 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
             )
             told = [CheckpointError(msg)]
     try:
-        if group is not None:
-            dist.broadcast_object_list(told, group=group, group_src=0)
+        answer = from_all(verb, told, group)[0]
+        if not is_first(group):
+            told = answer
         pass_on_from_signal(cause)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
@@ -173,7 +175,7 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
     """Raise on every rank if the ranks were not given the same."""
-    texts = from_all(text, group)
+    texts = from_all(verb, text, group)
     if len(set(texts)) > 1:
         given = shown([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
         msg = f"{verb}: {what} differs over the ranks: expected the same on all, got:\n  {given}\nPass the same {what}."

@@ -84,6 +84,7 @@ class Schedule(ABC):
 
         Raises:
             ValueError: If the step is not an integer, or negative.
+            RankMismatch: If a rank does not answer. Or if this process is not in the group.
 
         Example:
             >>> import signal, tempfile
@@ -104,7 +105,7 @@ class Schedule(ABC):
         if (self._before and not self._closed) or self._seconds is not None:
             is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
             arrived = self._arrived
-            told = from_all((is_late, arrived), self._group_that_agrees())
+            told = from_all("due", (is_late, arrived), self._group_that_agrees())
             if arrived:  # else one that comes now is for the next call
                 self._arrived = 0
             number = max(number for _, number in told)

@@ -13,7 +13,7 @@ from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
 from statetree.declare import phase
-from statetree.errors import CheckpointError, StateTreeError, unsignalled
+from statetree.errors import CheckpointError, unsignalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ class StepWriter:
 
         try:
             return by_first("save", group, publish)
-        except StateTreeError:
+        except CheckpointError:
             raise
         except unsignalled(Exception) as error:
             raise CheckpointError(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
-from statetree.exchange.consensus import Fingerprint, all_repeat, compare_fingerprints, tell_failure
+from statetree.exchange.consensus import (
+    FAILED,
+    Fingerprint,
+    all_repeat,
+    compare_fingerprints,
+    errors_on_ranks,
+    tell_failure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +67,10 @@ class Call:
         """Say that an agreement comes next: until it is reached, whatever fails is told to the other ranks."""
         self._awaited = True
 
+    def hand_over(self) -> None:
+        """Say that another call begins here, in the place of this one: that one tells the others what fails."""
+        self._awaited = False
+
     def agree(self, fingerprint: Fingerprint) -> Consensus:
         """Make sure that all ranks have one fingerprint; otherwise, or if one failed, all raise ``RankMismatch``."""
         message = fingerprint.message()
@@ -68,9 +78,13 @@ class Call:
         return compare_fingerprints(self.verb, self.group, fingerprint, message)
 
     def all_repeat(self, number: int) -> bool:
-        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so."""
+        """Do as ``agree`` where this rank keeps a call that it could make once more; return whether all ranks do so.
+
+        Otherwise an agreement comes next.
+        """
         self._awaited = False
-        return all_repeat(self.verb, self.group, number)
+        self._awaited = not all_repeat(self.verb, self.group, number)
+        return not self._awaited
 
     def ready(self) -> None:
         """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""
@@ -96,15 +110,18 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
     Raises:
         StateTreeError: What the first rank raised, with a note that says which ranks did; what this one raised, if it
             is not of this library or an interrupt; or a ``CheckpointError`` with what others did.
+        RankMismatch: If other ranks make another call.
     """
     result: Any = None
     own: BaseException | None = None
+    fingerprint, message = Fingerprint(verb), list(FAILED)
     try:
+        ready = fingerprint.message()
         result = action()
+        message = ready
     except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
         own = error
-    told = group.told_once(None if own is None else _sent_error(own))
-    errors = {rank: pickle.loads(text) for text, ranks in told for rank in ranks}
+    errors = errors_on_ranks(verb, group, fingerprint, message, own)
     if not errors:
         return result  # type: ignore[no-any-return]
     if own is not None and not isinstance(own, StateTreeError):
@@ -119,16 +136,6 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
     foreign = {rank: error for rank, error in errors.items() if not isinstance(error, StateTreeError)}
     lines = [f"rank {rank}: {type(foreign[rank]).__name__}: {foreign[rank]}".rstrip(": ") for rank in sorted(foreign)]
     raise CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}") from own
-
-
-def _sent_error(error: BaseException) -> bytes:
-    """Return an error as the other ranks get to know it."""
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # noqa: BLE001 - classes of users may do anything
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return data
 
 
 def is_rank(value: Any, size: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
@@ -117,8 +118,11 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-#: How many numbers a message has.
+#: How many numbers a message has; the last of them are those of three digests, each stated twice.
 _WORDS: Final = len(Fingerprint("").message())
+_DIGEST_WORDS: Final = 12
+#: The message of a rank that failed.
+FAILED: Final = (1, *[_NOTHING] * (_WORDS - 1))
 
 
 class Consensus(NamedTuple):
@@ -138,19 +142,13 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
 
     ``message`` is what the fingerprint tells, made in advance: from here on nothing of this rank's own may fail.
     """
-    failed, number, repeated, absent, nbytes, device, reads, compared, *words = group.all_reduce_max(message)
+    failed, number, _, absent, nbytes, device, reads, compared, *words = _greatest(group, message)
     if failed:
-        raise _failed(verb, group, None)
-    if repeated != _NOTHING:  # ranks that keep a call know now that others do not, and state what they hold as well
-        return compare_fingerprints(verb, group, fingerprint, message)
-    stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
+        raise _failed(verb, group)
+    stated, inverse = _digests(words)
     options, entries, details = (slice(first, first + 2) for first in range(0, len(stated), 2))
     if stated[options] != inverse[options]:
-        told = group.told_once(_bytes(fingerprint.options), most=_MOST_TOLD)
-        raise RankMismatch(
-            f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
-            "Nothing was moved."
-        )
+        raise _different_calls(verb, group, fingerprint)
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     if compared:
@@ -159,6 +157,47 @@ def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, mess
     assert len(key) == 3
     alike = stated[details] == inverse[details]
     return Consensus(key, alike, nbytes, bool(absent), group.devices[device], bool(reads), number - _NEW)
+
+
+def _greatest(group: Group, message: Sequence[int]) -> list[int]:
+    """Return the greatest numbers of all ranks' messages."""
+    found = group.all_reduce_max(message)
+    if not found[0] and found[2] != _NOTHING:
+        # Ranks that keep a call know now that others do not, and state what they hold as well.
+        return group.all_reduce_max(message)
+    return found
+
+
+def _digests(words: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the greatest digests that ranks stated, and the least."""
+    half = len(words) // 2
+    return [*words[:half]], [~word for word in words[half:]]
+
+
+def _different_calls(verb: str, group: Group, fingerprint: Fingerprint) -> RankMismatch:
+    """Hear from all ranks which call they make."""
+    told = group.told_once(_bytes(fingerprint.options), most=_MOST_TOLD)
+    return RankMismatch(
+        f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
+        "Nothing was moved."
+    )
+
+
+def errors_on_ranks(
+    verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int], own: BaseException | None
+) -> dict[int, BaseException]:
+    """Return what failed on which rank, once all are here. ``message`` is ``FAILED`` where this one has failed.
+
+    It begins as every agreement does: ranks that make another call hear of it, and raise ``RankMismatch`` as well.
+    """
+    found = _greatest(group, message)
+    if found[0]:
+        failures = _failures(group, None if own is None else _Failure(_shortened(own), _pickled(own)))
+        return {rank: failure.error() for rank, failure in failures.items()}
+    stated, inverse = _digests(found[-_DIGEST_WORDS:])
+    if stated[:2] != inverse[:2]:
+        raise _different_calls(verb, group, fingerprint)
+    return {}
 
 
 def _check_alike(verb: str, group: Group, parts: Sequence[Alike]) -> None:
@@ -188,23 +227,49 @@ def all_repeat(verb: str, group: Group, number: int) -> bool:
     """
     failed, first, second, *_ = group.all_reduce_max([0, number, ~number, *[_NOTHING] * (_WORDS - 3)])
     if failed:
-        raise _failed(verb, group, None)
+        raise _failed(verb, group)
     return first == ~second  # the greatest number is the least one, and no new one
 
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    group.all_reduce_max([1, *[_NOTHING] * (_WORDS - 1)])
-    _failed("", group, error)
+    group.all_reduce_max(FAILED)
+    _failures(group, _Failure(_shortened(error)))
 
 
-def _failed(verb: str, group: Group, error: BaseException | None) -> RankMismatch:
-    """Hear from the ranks that failed why, and tell the others if this one did."""
-    said = None if error is None else _shortened(error).encode("utf-8", "replace")
-    told = group.told_once(said, most=_MOST_TOLD)
-    by_rank = sorted((rank, text.decode("utf-8", "replace")) for text, ranks in told for rank in ranks)
-    lines = [f"rank {rank} failed: {text}" for rank, text in by_rank]
+def _failed(verb: str, group: Group) -> RankMismatch:
+    """Hear from the ranks that failed why."""
+    failures = _failures(group, None)
+    lines = [f"rank {rank} failed: {failures[rank].text}" for rank in sorted(failures)]
     return RankMismatch(f"{verb}: {shown(lines)} Nothing was moved.")
+
+
+class _Failure(NamedTuple):
+    """What the others get to know of an error."""
+
+    text: str
+    pickled: bytes = b""  # the error, if they raise it themselves
+
+    def error(self) -> BaseException:
+        """Return the error, or one that says what it was."""
+        found: BaseException = pickle.loads(self.pickled) if self.pickled else RuntimeError(self.text)
+        return found
+
+
+def _failures(group: Group, own: _Failure | None) -> dict[int, _Failure]:
+    """Return what the ranks that failed tell the others."""
+    told = group.told_once(None if own is None else pickle.dumps(tuple(own)), most=_MOST_TOLD)
+    return {rank: _Failure(*pickle.loads(text)) for text, ranks in told for rank in ranks}
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Return an error as the other ranks raise it; nothing if it cannot be sent."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - classes of users may do anything
+        return b""
+    return data
 
 
 def _shortened(failure: BaseException) -> str:
@@ -214,7 +279,7 @@ def _shortened(failure: BaseException) -> str:
         text = "(its message cannot be shown)"
     if len(text) > _ERROR_CHARACTERS:
         text = text[:_ERROR_CHARACTERS] + "…"
-    return f"{type(failure).__name__}: {text}"
+    return f"{type(failure).__name__}: {text}".encode("utf-8", "replace").decode()
 
 
 def _by_text(told: Sequence[tuple[bytes, Sequence[int]]]) -> str:

@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 
 from statetree.declare import phase
-from statetree.errors import RankMismatch, StateTreeError
+from statetree.errors import RankMismatch, StateTreeError, pass_on_from_signal
 from statetree.exchange.call import Call
 from statetree.exchange.group import Group, group_of
 from statetree.exchange.prepared import Preparation, preparation_under_way, preparing
@@ -103,6 +103,7 @@ class KeptCall:
         sighting: Sighting,
         given: Mapping[str, Any],
         names: Sequence[str],
+        call: Call,
         *,
         compares_values: bool,
     ) -> None:
@@ -118,6 +119,7 @@ class KeptCall:
         trees = [spec.unflatten(islice(left, spec.num_leaves)) for spec in sighting.specs]
         versions = list(map(version_of, parts))
         with preparing(Keeping(sighting)) as self._keeping:
+            call.hand_over()
             tree = verb(**{**given, **dict(zip(names, trees, strict=True))})
         self._written = [place for place, version in enumerate(map(version_of, parts)) if version != versions[place]]
         self._note_written(sighting)
@@ -167,16 +169,15 @@ class KeptCall:
             found[place] = tensor
         return self._spec.unflatten(found)
 
-    def repeat(self, sighting: Sighting) -> bool:
+    def repeat(self, sighting: Sighting, call: Call) -> bool:
         """Make the call again if all ranks do, and return whether they do."""
         recorded = self._keeping.call
         assert recorded is not None
-        with Call(recorded.verb, sighting.group) as call:
-            if not call.all_repeat(self._keeping.number):
-                return False
-            recorded.group.process_group = sighting.group.process_group
-            with phase(f"{call.verb}.move"):
-                _moved(self._keeping.recorder.replay, sighting)
+        if not call.all_repeat(self._keeping.number):
+            return False
+        recorded.group.process_group = sighting.group.process_group
+        with phase(f"{call.verb}.move"):
+            _moved(self._keeping.recorder.replay, sighting)
         self._note_written(sighting)
         self._let_go()
         return True
@@ -219,17 +220,29 @@ _KEPT: Final[OrderedDict[Any, KeptCall]] = OrderedDict()
 _SEEN: Final[OrderedDict[int, int]] = OrderedDict()
 
 
-def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def recognised(
+    *names: str, compares_values: bool = True, alone: Callable[[Mapping[str, Any]], bool] = lambda _: False
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Have a collective do at once what it did before, when it is called with the same tensors again (a decorator).
 
     ``names`` are its arguments that are trees. They come first; others are options. ``compares_values`` is whether the
-    result depends on plain values of these, or passes them on.
+    result depends on plain values of these, or passes them on. ``alone`` says with which options it communicates with
+    nobody.
     """
 
     def declare(verb: Callable[P, T]) -> Callable[P, T]:
         @wraps(verb)
         def wrapper(*args: P.args, **options: P.kwargs) -> T:
-            made: T = _made(verb, names, args, options, compares_values=compares_values)
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
+            is_complete = len(given) == len(args) + len(options) and given.keys() >= set(names)
+            group = None
+            if is_complete and preparation_under_way() is None and not alone(options):
+                group = group_of(verb.__name__, given.get("group"), given.get("timeout"))
+            if group is None or group.process_group is None:
+                return verb(*args, **options)
+            # The others wait already: what fails while this rank looks at its tensors is told to them.
+            with Call(verb.__name__, group) as call:
+                made: T = _made(verb, names, given, call, compares_values=compares_values)
             return made
 
         return wrapper
@@ -237,17 +250,15 @@ def recognised(*names: str, compares_values: bool = True) -> Callable[[Callable[
     return declare
 
 
-def sighted(verb: str, given: Mapping[str, Any], names: Sequence[str]) -> Sighting | None:
+def sighted(group: Group, given: Mapping[str, Any], names: Sequence[str], verb: str) -> Sighting | None:
     """Return what a call is given; ``None`` if it is nothing that could be known again."""
     options = {name: value for name, value in given.items() if name not in names and name != "group"}
     if not all(map(_is_told, options.values())) or options.get("union"):  # what other ranks have is not known
         return None
     try:
-        group = group_of(verb, given.get("group"), given.get("timeout"))
-        if group.process_group is None:
-            return None
         return Sighting(verb, [given[name] for name in names], repr(sorted(options.items())), group)
-    except Exception:  # noqa: BLE001 - whatever it is: the verb comes to it again, and says it as it does
+    except Exception as error:  # noqa: BLE001 - whatever it is: the verb comes to it again, and says it as it does
+        pass_on_from_signal(error)
         return None
 
 
@@ -259,23 +270,17 @@ def _is_told(option: Any) -> bool:
 
 
 def _made(
-    verb: Callable[..., Any],
-    names: Sequence[str],
-    args: Sequence[Any],
-    options: Mapping[str, Any],
-    *,
-    compares_values: bool,
+    verb: Callable[..., Any], names: Sequence[str], given: Mapping[str, Any], call: Call, *, compares_values: bool
 ) -> Any:
     """Make a call: again if it is known, otherwise anew; then record it if that is worth while."""
-    given = {**dict(zip(names, args, strict=False)), **options}
-    is_complete = len(given) == len(args) + len(options) and given.keys() >= set(names)
-    sighting = sighted(verb.__name__, given, names) if is_complete and preparation_under_way() is None else None
+    sighting = sighted(call.group, given, names, call.verb)
     if sighting is None:
-        return verb(*args, **options)
+        call.hand_over()
+        return verb(**given)
     kept = _KEPT.pop(sighting.key, None)  # nobody else has it while it is made
     name = hash(sighting.key)
     seen = _SEEN.pop(name, 0)
-    if kept is not None and kept.is_of(sighting) and kept.repeat(sighting):
+    if kept is not None and kept.is_of(sighting) and kept.repeat(sighting, call):
         _KEPT[sighting.key] = kept
         _SEEN[name] = 1
         return kept.result(sighting.leaves)
@@ -288,8 +293,9 @@ def _made(
     while len(_SEEN) > _SEEN_CALLS:
         _SEEN.popitem(last=False)
     if not records:
+        call.hand_over()
         return verb(**given)
-    fresh = KeptCall(verb, sighting, given, names, compares_values=compares_values)
+    fresh = KeptCall(verb, sighting, given, names, call, compares_values=compares_values)
     result = fresh.result(sighting.leaves)
     if fresh.is_repeatable:
         for other in [other for other, kept in list(_KEPT.items()) if not kept.is_alive]:

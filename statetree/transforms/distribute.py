@@ -16,7 +16,7 @@ from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.recognition import recognised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@collective_unless(lambda options: options.get("src") is None)
-@recognised("full", "like")
+def _is_alone(options: Mapping[str, Any]) -> bool:
+    """Whether a call with some options communicates with nobody."""
+    return options.get("src") is None
+
+
+@collective_unless(_is_alone)
+@recognised("full", "like", alone=_is_alone)
 def distribute(
     full: T | None,
     like: T,

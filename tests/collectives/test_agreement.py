@@ -236,3 +236,32 @@ def test_ranks_agree_twice_at_most():
     found = run_ranks(2, count_agreements)[0]
     assert found.pop("gather") == found.pop("reshard") == 1
     assert set(found.values()) == {2}
+
+
+def load_beside(verb, directory):
+    """Load on one rank while the other calls something else; neither, one or the other fails."""
+    rank = dist.get_rank()
+    like = base_tree()
+    statetree.save(like, directory / "saved")
+    call = usual_call(verb, 0)
+    found = attempt(lambda: statetree.load(directory / "saved", like) if rank == 1 else call())
+    check_mismatch(found, "expected one call", "load on rank 1", f"{verb}(")
+    check_in_step()
+
+    call = usual_call(verb, 0)
+    name, message = attempt(lambda: statetree.load(directory / "none", like) if rank == 1 else call())
+    assert name == ("CheckpointError" if rank == 1 else "RankMismatch"), (name, message)
+    assert rank == 1 or "rank 1 failed: CheckpointError: " in message
+    check_in_step()
+
+    call = usual_call(verb, 0)
+    call.options["timeout"] = -1
+    name, message = attempt(lambda: statetree.load(directory / "saved", like) if rank == 1 else call())
+    assert name == ("CheckpointError" if rank == 1 else "ValueError"), (name, message)
+    assert rank != 1 or "load: it failed on other ranks: rank 0: RuntimeError: ValueError: " in message
+    check_in_step()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_load_beside_another_call_is_refused(verb, tmp_path):
+    run_ranks(2, load_beside, verb, tmp_path)

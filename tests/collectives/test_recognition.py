@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import signal
 import threading
 import weakref
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
+from statetree import torch_internals
 from statetree.exchange import recognition, sighting
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same
@@ -39,8 +41,8 @@ def repeats():
     """Give a list that has an entry for each call that was known on this rank: whether it was on all."""
     found, repeat = [], recognition.KeptCall.repeat
 
-    def watched(kept, given):
-        found.append(repeat(kept, given))
+    def watched(kept, *given):
+        found.append(repeat(kept, *given))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -304,9 +306,10 @@ def test_other_values_and_options_are_not_known():
     run_ranks(2, change_values_and_options)
 
 
-def know_alone():
+def know_alone(directory):
     """Know a call on one rank only, or another one on each."""
     one, other = state(), state()
+    statetree.save(one, directory / "saved")
     change(other)
     rank = dist.get_rank()
     with recognition_with(), repeats() as known:
@@ -328,6 +331,11 @@ def know_alone():
         name, message = attempt(lambda: statetree.gather(one, dst=0) if rank == 0 else statetree.gather(one))
         assert name == "RankMismatch"
         assert "the ranks do not call the same" in message
+        name, message = attempt(
+            lambda: statetree.gather(one) if rank == 0 else statetree.load(directory / "saved", state())
+        )
+        assert name == "RankMismatch"
+        assert "load on rank 1" in message
         name, message = attempt(lambda: statetree.gather(one if rank == 0 else {"other": 1}))
         assert name == "RankMismatch", message
         name, message = attempt(lambda: statetree.gather(one if rank == 0 else {"lock": threading.Lock()}))
@@ -336,8 +344,8 @@ def know_alone():
     check_in_step()
 
 
-def test_ranks_that_do_not_know_a_call_are_joined():
-    run_ranks(2, know_alone)
+def test_ranks_that_do_not_know_a_call_are_joined(tmp_path):
+    run_ranks(2, know_alone, tmp_path)
 
 
 def fail_in_vain():
@@ -453,3 +461,63 @@ def test_what_a_backend_may_still_write_into_is_held(error, is_held, monkeypatch
         recognition._moved(fail, "the tensors")
     held = recognition._LOST
     assert held == (["the tensors"] if is_held else [])
+
+
+class Late(Exception):
+    """What the handler of an alarm raises."""
+
+
+#: What is interrupted on the first rank, and which rank does not know the call before, if one does not.
+LOOKS = {
+    "sighting": (sighting, "traverse", None),
+    "comparing": (torch_internals, "_while_recording", None),
+    "guarding": (torch_internals, "_while_recording", 0),
+    "aliasing": (sighting.Sighting, "aliases", 0),
+    "aliasing once others do not know": (sighting.Sighting, "aliases", 1),
+}
+
+
+def interrupt_looking(place, error):
+    """Let a signal arrive on one rank while it looks at what a call is given."""
+    tree, rank = state(), dist.get_rank()
+    owner, name, forgetful = LOOKS[place]
+
+    def handle(*_):
+        raise error
+
+    with recognition_with():
+        for _ in range(2):
+            statetree.gather(tree)
+        if rank == forgetful:
+            recognition._KEPT.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                before = signal.signal(signal.SIGALRM, handle)
+                patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGALRM))
+            with pytest.raises(statetree.RankMismatch if rank else error, match="rank 0 failed" if rank else None):
+                statetree.gather(tree)
+        if rank == 0:
+            signal.signal(signal.SIGALRM, before)
+        change(tree)
+        check_same(statetree.gather(tree), anew(lambda: statetree.gather(tree)))
+    check_in_step()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Late])
+@pytest.mark.parametrize("place", LOOKS)
+def test_what_interrupts_the_looking_is_raised_and_told(place, error):
+    run_ranks(2, interrupt_looking, place, error)
+
+
+def distribute_alone():
+    """With ``src=None`` nobody waits for a rank that is interrupted."""
+    full, like = anew(lambda: statetree.gather(state())), blank(state())
+    with recognition_with(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recognition, "sighted", None)
+        found = statetree.distribute(full, like)
+    check_same(anew(lambda: statetree.gather(found)), full)
+    check_in_step()
+
+
+def test_a_call_without_communication_is_not_looked_at():
+    run_ranks(2, distribute_alone)

@@ -7,11 +7,13 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import statetree
 from statetree import dcp
 from statetree.dcp import saving
 from statetree.dcp.background import RunningSave, SaveFuture
+from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
 from tests.pace import units
 
@@ -110,3 +112,16 @@ def test_a_save_that_a_signals_handler_began_while_another_was_waited_for_is_wai
     with pytest.raises(ValueError, match=r"of the second"):
         running.raise_error("save")
     assert not running.futures
+
+
+def save_elsewhere(directory):
+    """Name another directory on each rank, and then the same one."""
+    told = rf"async_save: checkpoint_id differs over the ranks: .*\n  rank 0: {directory}/0\n  rank 1: {directory}/1"
+    with pytest.raises(statetree.RankMismatch, match=told):
+        dcp.async_save({"a": 1}, checkpoint_id=directory / str(dist.get_rank()))
+    dcp.async_save({"a": 1}, checkpoint_id=directory).result(units(10))
+
+
+def test_ranks_that_name_other_directories_are_refused(tmp_path):
+    run_ranks(2, save_elsewhere, tmp_path)
+    assert statetree.load(tmp_path) == {"a": 1}

@@ -152,7 +152,7 @@ def lose_a_rank_while_groups_are_made(directory: Path, moment: str) -> list[str]
         expected = rf"{verb}: the ranks could not make a process group to use {directory}: .* job again"
         with pytest.raises(statetree.CheckpointError, match=expected) as caught:
             call()
-        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert isinstance(caught.value.__cause__, RuntimeError | statetree.RankMismatch)
         told.append(str(caught.value))
     assert time.monotonic() - began < units(20)
     return told
@@ -164,6 +164,29 @@ def test_a_rank_that_dies_while_groups_are_made_is_not_waited_for(moment, tmp_pa
     outcomes = rank_outcomes(2, lose_a_rank_while_groups_are_made, tmp_path, moment, timeout=units(30))
     assert [outcome.status for outcome in outcomes] == ["returned", "died"], "\n".join(map(str, outcomes))
     assert outcomes[0].value[0].startswith("save: ")
+
+
+def lose_a_rank_between_calls(directory: Path, verb: str) -> None:
+    """Have the other rank die after both have made every call once."""
+    series = dcp.Checkpointer(directory, every=datetime.timedelta(days=1))
+    calls = {
+        "save": lambda: series.save(0, {"a": 1}),
+        "async_save": lambda: series.async_save(1, {"a": 1}).result(),
+        "restore": lambda: series.restore({"a": 0}),
+        "due": lambda: series.due(1),
+    }
+    for call in calls.values():
+        call()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(statetree.RankMismatch, match=f"{verb}: a rank of the group did not answer"):
+        calls[verb]()
+
+
+@pytest.mark.parametrize("verb", ["save", "async_save", "restore", "due"])
+def test_a_rank_that_died_is_named_alike_by_every_call(verb, tmp_path):
+    outcomes = rank_outcomes(2, lose_a_rank_between_calls, tmp_path, verb, timeout=units(30))
+    assert [outcome.status for outcome in outcomes] == ["returned", "died"], "\n".join(map(str, outcomes))
 
 
 def wait_longer_than_making_takes(directory: Path) -> None:
