@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 
 from statetree.declare import phase
-from statetree.errors import RankMismatch, StateTreeError, pass_on_from_signal
+from statetree.errors import RankMismatch, StateTreeError, unsignalled
 from statetree.exchange.call import Call
 from statetree.exchange.group import Group, group_of
 from statetree.exchange.prepared import Preparation, preparation_under_way, preparing
@@ -257,8 +257,7 @@ def sighted(group: Group, given: Mapping[str, Any], names: Sequence[str], verb: 
         return None
     try:
         return Sighting(verb, [given[name] for name in names], repr(sorted(options.items())), group)
-    except Exception as error:  # noqa: BLE001 - whatever it is: the verb comes to it again, and says it as it does
-        pass_on_from_signal(error)
+    except unsignalled(Exception):  # whatever it is: the verb comes to it again, and says it as it does
         return None
 
 
