@@ -15,7 +15,7 @@ from itertools import chain as chain_of_lists
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-from statetree.declare import is_collective, is_leafwise, quietly
+from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, check_function, place_in_tree
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
@@ -24,6 +24,7 @@ from statetree.exchange.prepared import Preparation, Prepared, preparing
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
+from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.tree.stand_ins import STAND_INS, reader
 

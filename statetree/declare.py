@@ -1,27 +1,22 @@
-"""What code declares: verbs that they are quiet, transforms how ``chain`` applies them, properties, phases."""
+"""What code declares: transforms how ``chain`` applies them, properties that they are cached, phases what they are."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Final, Generic, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 from torch.autograd.profiler import record_function
 
-from statetree.errors import in_verb, unsignalled, with_checks
-from statetree.torch_internals import called_quietly, is_profiling, never_compiled
+from statetree.errors import unsignalled
+from statetree.torch_internals import is_profiling, quietly
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
 #: Transforms that every rank of a group has to call, each with a function that says for which options it has not.
@@ -69,57 +64,6 @@ def is_collective(step: Callable[..., Any]) -> bool:
     except unsignalled(TypeError):  # a callable that cannot be hashed
         return False
     return alone is not None and not alone(getattr(step, "keywords", {}))
-
-
-def quietly(function: Callable[P, R]) -> Callable[P, R]:
-    """Declare that a function's torch operations mean what they say (a decorator).
-
-    It is called as ``called_quietly`` does; what ``check_later`` was told is checked in the end.
-    """
-
-    @wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        return called_quietly(undisturbed, function, *args, **kwargs)  # type: ignore[no-any-return]
-
-    return never_compiled(wrapper)
-
-
-#: A threshold that nobody else asks for, and that is never reached.
-_NEVER: Final = 2**31 - 2
-#: The garbage collector's thresholds, while the main thread is inside a verb.
-_thresholds: list[int] = []
-
-
-def undisturbed(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function ``with_checks``; where it is a verb of its own, full garbage collections wait until it ends."""
-    if in_verb():
-        return function(*args, **kwargs)
-    try:
-        _delay_full_collections()
-        return with_checks(function, *args, **kwargs)
-    finally:
-        _allow_full_collections()
-
-
-def _delay_full_collections() -> None:
-    """Have the garbage collector look at young objects alone until the main thread's verb ends.
-
-    A verb makes tens of objects for each leaf, and as the number of objects grows by a quarter, Python looks at all
-    that the process holds: that took half the time of saving or loading ten thousand tensors. One full collection
-    after the verb does as well. Saves in other threads may take minutes; they leave training its collector.
-    """
-    thresholds = gc.get_threshold()
-    if thresholds[2] != _NEVER and threading.get_ident() == threading.main_thread().ident:
-        _thresholds[:] = thresholds
-        gc.set_threshold(*thresholds[:2], _NEVER)
-
-
-def _allow_full_collections() -> None:
-    """Undo that, unless somebody set other thresholds. What an interrupt leaves undone, the next verb's end does."""
-    if _thresholds and threading.get_ident() == threading.main_thread().ident:
-        if gc.get_threshold()[2] == _NEVER:
-            gc.set_threshold(*_thresholds)
-        _thresholds.clear()
 
 
 class cached_property(Generic[T]):
@@ -184,4 +128,3 @@ def _renew_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
-    os.register_at_fork(after_in_child=_allow_full_collections)  # the verb may be another thread's

@@ -317,11 +317,6 @@ class _Later(threading.local):
 _LATER: Final = _Later()
 
 
-def in_verb() -> bool:
-    """Whether this thread is inside of ``with_checks``."""
-    return _LATER.checks is not None
-
-
 def check_later(check: Callable[..., None], *args: Any) -> None:
     """Have something checked when the outermost ``quietly`` or ``with_checks`` of this thread ends; outside, at once.
 
@@ -346,7 +341,7 @@ def check_now() -> None:
 
 def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function, and then what was left to be checked."""
-    if in_verb():  # a call inside another, which checks when it ends
+    if _LATER.checks is not None:  # a call inside another, which checks when it ends
         return function(*args, **kwargs)
     try:
         _LATER.checks = {}

@@ -6,20 +6,20 @@ Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is priv
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from statetree.errors import unsignalled
+from statetree.errors import unsignalled, with_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
-F = TypeVar("F", bound="Callable[..., Any]")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 #: The classes whose methods and getters work on tensors and storages without looking at subclasses' overrides.
@@ -27,26 +27,27 @@ TENSOR_BASE: Final[Any] = torch._C.TensorBase
 STORAGE_BASE: Final[Any] = torch._C.StorageBase
 
 
-def called_quietly(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function without autograd, inference mode, modes and default device of the user.
+def quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function's torch operations mean what they say (a decorator).
 
-    ``__torch_function__`` of subclasses is not called. Only context managers written in C are used: one written in
-    Python can be interrupted between doing its work and being left, and would leave autograd switched off.
+    No autograd, no inference mode, no modes and no default device of the user; ``__torch_function__`` of subclasses is
+    not called. What ``check_later`` was told is checked in the end. Only context managers written in C are used: one
+    written in Python can be interrupted between doing its work and being left, and would leave autograd switched off.
     """
-    with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
-        torch._C._set_grad_enabled(False)  # leaving the block above restores this, too
-        if torch._C._len_torch_dispatch_stack():
-            from torch.utils._python_dispatch import _disable_current_modes
 
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)  # leaving the block above restores this, too
+            if torch._C._len_torch_dispatch_stack():
+                from torch.utils._python_dispatch import _disable_current_modes
 
+                with _disable_current_modes():
+                    return with_checks(function, *args, **kwargs)
+            return with_checks(function, *args, **kwargs)
 
-def never_compiled(function: F) -> F:
-    """Have ``torch.compile`` call a function as it is, as ``torch.compiler.disable`` does, which imports it."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without importing it
+    return wrapper
 
 
 #: A context in which ``__torch_function__`` is called again, for code that is not ours.

@@ -42,8 +42,7 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.declare import undisturbed
-from statetree.errors import UnsupportedLeaf, check_now, shown, unsignalled, warn
+from statetree.errors import UnsupportedLeaf, check_now, shown, unsignalled, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
@@ -124,7 +123,7 @@ def write(
     check_alive("save", group)
     save = StateSave(state, directory, group, options)
     with checkpoint_errors("save", directory):
-        undisturbed(save.run)
+        with_checks(save.run)
     if save.unmade:
         msg = (
             f"save: what restore does not make by itself, at:\n  {shown(save.unmade)}\n"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.dcp.groups import ranks_of
-from statetree.declare import quietly
 from statetree.errors import UnsupportedLeaf
 from statetree.files.checkpoint import is_entry
 from statetree.files.filling import check_elements, held_chunks, refuse_leaf
@@ -29,7 +28,7 @@ from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
 from statetree.spans.layout import extents
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import WITHOUT_KERNELS, as_copied
+from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:

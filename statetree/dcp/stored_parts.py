@@ -13,13 +13,12 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.state_entries import PARTS_ENTRY, content_of
-from statetree.declare import quietly
 from statetree.errors import CheckpointError, Difference, unsignalled
 from statetree.files.checkpoint import StoredParts
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
 from statetree.files.stored import StoredTensor
-from statetree.torch_internals import check_sparse_indices
+from statetree.torch_internals import check_sparse_indices, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

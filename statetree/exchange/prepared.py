@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from statetree.declare import quietly, renew_after_fork
+from statetree.declare import renew_after_fork
 from statetree.errors import RankMismatch, StateTreeError, UnsupportedLeaf
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.executor import Action, Recorder
 from statetree.leaves.held_memory import HeldMemory
 from statetree.leaves.types.converted import is_copy
+from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import UnsupportedLeaf
 from statetree.files.stored import STAND_IN, StoredTensor, fill_by
 from statetree.files.strided_reading import in_buckets
 from statetree.leaves.types.tensor import identified
 from statetree.spans.overlaps import once, overlaps_itself
-from statetree.torch_internals import copy_each
+from statetree.torch_internals import copy_each, quietly
 from statetree.tree.stand_ins import STAND_INS
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import torch
 
 from statetree.chunks.local import location_of
-from statetree.declare import quietly
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, unsignalled
 from statetree.exchange.manifest import chunks_of
 from statetree.files.stored import OutOfRange
@@ -17,7 +16,7 @@ from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extent_bytes, holds_memory
 from statetree.spans.overlaps import once, overlaps_itself, shared_elements
-from statetree.torch_internals import is_functional, is_transformed, is_zero_tensor
+from statetree.torch_internals import is_functional, is_transformed, is_zero_tensor, quietly
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:

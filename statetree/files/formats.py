@@ -10,8 +10,8 @@ from operator import call as call_alone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from statetree.declare import phase, undisturbed
-from statetree.errors import CheckpointError, unsignalled
+from statetree.declare import phase
+from statetree.errors import CheckpointError, unsignalled, with_checks
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
@@ -251,7 +251,7 @@ def save(
         if is_together and not by_all and ranks.rank:
             return []
         with phase("save.write"):
-            return undisturbed(found.write, tree, folder, target.name, options)
+            return with_checks(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
     files = [protected] if isinstance(protected, (str, os.PathLike)) else protected

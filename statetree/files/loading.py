@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.declare import phase, quietly
+from statetree.declare import phase
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
@@ -28,6 +28,7 @@ from statetree.leaves.copying import prepared_copy
 from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
+from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for
 from statetree.tree.pruning import pruned
 from statetree.tree.selection import selected

@@ -14,7 +14,6 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, whole_box
-from statetree.declare import quietly
 from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
@@ -28,7 +27,7 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.registry import register_leaf_type
 from statetree.leaves.types.tensor import identified, kind_of
 from statetree.spans.layout import extent_bytes
-from statetree.torch_internals import copy_each, set_bits, storage_key
+from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.stand_ins import STAND_INS, StandIn
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import suppress
 from statetree.files.crc32 import crc32, joined
-from statetree.torch_internals import storage_at
+from statetree.torch_internals import quietly, storage_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

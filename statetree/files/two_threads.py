@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from statetree.declare import quietly
 from statetree.stager.workers import queued
+from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

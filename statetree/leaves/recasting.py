@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
@@ -16,7 +15,7 @@ from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import sharing
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
-from statetree.torch_internals import set_bits
+from statetree.torch_internals import quietly, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.declare import phase, quietly
+from statetree.declare import phase
 from statetree.errors import StateTreeError, place_in_tree
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
@@ -16,6 +16,7 @@ from statetree.leaves.ties import tied_leaves
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.replicate import copy_bytes, replicate_columns
+from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:

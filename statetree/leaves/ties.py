@@ -8,7 +8,6 @@ from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from statetree.declare import quietly
 from statetree.errors import StateTreeError
 from statetree.key_paths import Path
 from statetree.leaves.builtin import leaf_type_of
@@ -16,7 +15,7 @@ from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents, is_dense
 from statetree.spans.overlaps import shared_elements
-from statetree.torch_internals import storage_key
+from statetree.torch_internals import quietly, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import unsignalled, warn
-from statetree.torch_internals import shared_storage
+from statetree.torch_internals import quietly, shared_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

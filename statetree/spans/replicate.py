@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.declare import quietly
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns, interleaved
 from statetree.spans.layout import SpanLayout, as_bytes, check_memory, extents, lay_out, make_views
 from statetree.spans.memory import Buffer, Memory
 from statetree.spans.threads import SERIAL_ELEMENTS, copy_together
-from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all
+from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import increment_version
 
-from statetree.declare import quietly
 from statetree.errors import suppress, unsignalled
 from statetree.spans.layout import is_dense
-from statetree.torch_internals import copy_all, is_zero_tensor, uninterrupted_event
+from statetree.torch_internals import copy_all, is_zero_tensor, quietly, uninterrupted_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

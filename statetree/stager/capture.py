@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.declare import quietly
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.spans.columns import Columns, interleaved, storage_sizes, storages_of
@@ -13,6 +12,7 @@ from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.replicate import replicate_columns
 from statetree.stager.streams import Moment, devices_of
+from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import threading
 from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from statetree.declare import phase, quietly, renew_after_fork
+from statetree.declare import phase, renew_after_fork
 from statetree.errors import StagerBusy, StagerClosed, clear_frames, unsignalled
 from statetree.spans.columns import interleaved
 from statetree.spans.memory import memory_of
@@ -26,6 +26,7 @@ from statetree.stager.snapshot import Geometry, Snapshot
 from statetree.stager.stats import StagerStats
 from statetree.stager.streams import SideStreams
 from statetree.stager.workers import Worker, failed
+from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from statetree.declare import leafwise, quietly
+from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, check_function, note_leaf, unsignalled
 from statetree.leaves.builtin import facts, is_stored, is_value, materialized
 from statetree.leaves.location import located_error
@@ -21,7 +21,7 @@ from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
-from statetree.torch_internals import copy_each, is_sole_view, set_bits, torch_function_enabled, version_of
+from statetree.torch_internals import copy_each, is_sole_view, quietly, set_bits, torch_function_enabled, version_of
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from statetree.declare import phase, quietly
+from statetree.declare import phase
 from statetree.leaves.copying import prepared_copy
+from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.declare import phase, quietly
+from statetree.declare import phase
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
@@ -26,6 +26,7 @@ from statetree.spans.bits import is_unreadable, safely_equal, same_bytes, withou
 from statetree.spans.columns import Columns
 from statetree.spans.element_differences import Tolerance, Unequal, tensor_difference
 from statetree.spans.overlaps import are_disjoint, conflicts, once
+from statetree.torch_internals import quietly
 from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, html_escaped, table
 

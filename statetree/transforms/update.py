@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_stored
@@ -15,6 +14,7 @@ from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import sharing, view_key
 from statetree.spans.bits import same_bytes
+from statetree.torch_internals import quietly
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected

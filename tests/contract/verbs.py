@@ -12,10 +12,10 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.declare import quietly
 from statetree.spans.layout import holds_memory
 from statetree.testing import Law
 from statetree.testing.laws import leaf_by_leaf
+from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
 from tests.judge import laws
 from tests.judge.regions import raw_bytes, storage_of

@@ -1,6 +1,5 @@
 """Properties that are computed once, without a lock; phases in the profiler and in the log."""
 
-import gc
 import logging
 import os
 import pathlib
@@ -16,7 +15,6 @@ import torch
 
 import statetree
 import statetree as st
-from statetree import declare
 from statetree.declare import cached_property, phase
 from tests.pace import units
 
@@ -142,80 +140,3 @@ def test_what_reads_all_elements_is_seen(call, names, caplog):
         call({"w": torch.ones(3), "n": 1})
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert [name for name in told if name.partition(".")[0] != "offload"] == names
-
-
-def thresholds_inside(act=lambda: None, **options):
-    """Return the collector's thresholds as a verb's function finds them, and call something there."""
-    seen = []
-
-    def note(tensor):
-        seen.append(gc.get_threshold())
-        act()
-        return tensor * 2
-
-    st.combine(note, {"a": torch.ones(2)}, **options)
-    return seen[0]
-
-
-def test_full_garbage_collections_wait_until_a_verb_ends():
-    usual = gc.get_threshold()
-    inside = thresholds_inside()
-    assert inside[:2] == usual[:2]
-    assert inside[2] > 10**9
-    assert gc.get_threshold() == usual
-
-
-def test_a_verb_inside_a_verb_does_not_end_the_wait():
-    inside = []
-    thresholds_inside(lambda: (st.offload({"a": torch.ones(1)}), inside.append(gc.get_threshold())))
-    assert inside[0][2] > 10**9
-
-
-def test_thresholds_are_back_after_an_error():
-    usual = gc.get_threshold()
-    with pytest.raises(ZeroDivisionError):
-        thresholds_inside(lambda: 1 / 0)
-    assert gc.get_threshold() == usual
-
-
-def test_thresholds_that_somebody_sets_meanwhile_stay():
-    usual = gc.get_threshold()
-    try:
-        thresholds_inside(lambda: gc.set_threshold(500, 5, 5))
-        assert gc.get_threshold() == (500, 5, 5)
-    finally:
-        gc.set_threshold(*usual)
-
-
-def test_a_verb_in_another_thread_leaves_the_collector_alone():
-    usual, inside = gc.get_threshold(), []
-    thread = threading.Thread(target=lambda: inside.append(thresholds_inside()))
-    thread.start()
-    thread.join()
-    assert inside == [usual]
-
-
-def test_what_an_interrupt_left_is_undone_by_the_next_verb():
-    usual = gc.get_threshold()
-    declare._delay_full_collections()  # and nobody comes to allow them
-    try:
-        assert gc.get_threshold() != usual
-        st.offload({"a": torch.ones(1)})
-        assert gc.get_threshold() == usual
-    finally:
-        gc.set_threshold(*usual)
-
-
-def test_a_child_forked_in_a_verb_collects_again():
-    usual, ended = gc.get_threshold(), []
-
-    def fork():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other tests have left threads
-            child = os.fork()
-        if not child:
-            os._exit(gc.get_threshold() != usual)
-        ended.append(os.waitpid(child, 0)[1])
-
-    thresholds_inside(fork)
-    assert ended == [0]

@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.declare import quietly
 from statetree.errors import Difference, TreeMismatch
 from statetree.key_paths import Path
+from statetree.torch_internals import quietly
 from statetree.transforms.conversions.converted_leaves import LeafMaker, LeafPlan
 from statetree.transforms.conversions.rule import Rule
 from statetree.tree.flatten import flatten_for

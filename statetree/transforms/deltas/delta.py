@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from statetree.chunks.ranks import own_ranks
-from statetree.declare import phase, quietly
+from statetree.declare import phase
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import IN_A_FILE, facts
 from statetree.leaves.copying import copied_leaves
@@ -17,7 +17,7 @@ from statetree.leaves.pairing import fact_differences, inner_differences
 from statetree.leaves.parts import unpack
 from statetree.spans.bits import differ_in_more, differing, is_unreadable, same_view
 from statetree.spans.sums import FEW, piece_sums, sums_at
-from statetree.torch_internals import storage_key
+from statetree.torch_internals import quietly, storage_key
 from statetree.transforms.deltas.change import (
     IN_A_ROW,
     OTHER_CONTENT,

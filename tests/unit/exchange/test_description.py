@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from statetree.declare import quietly
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import description
 from statetree.exchange.description import metadata_of
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.memory import Memory
+from statetree.torch_internals import quietly
 
 LEAVES = [torch.arange(4.0), torch.arange(4.0, 7.0), torch.arange(7.0, 9.0)]
 

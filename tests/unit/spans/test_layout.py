@@ -7,7 +7,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.declare import quietly
 from statetree.errors import UnsupportedLeaf
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns
@@ -23,7 +22,7 @@ from statetree.spans.layout import (
 )
 from statetree.spans.memory import LARGE_BYTES, Memory
 from statetree.spans.replicate import copy_bytes, replicate_columns
-from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.torch_internals import WITHOUT_KERNELS, quietly
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes
 from tests.judge.watch import Watch

@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as hyp
 
-from statetree.declare import quietly
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import (
     all_disjoint,
@@ -21,6 +20,7 @@ from statetree.spans.overlaps import (
     reads_of_written,
     shared_elements,
 )
+from statetree.torch_internals import quietly
 from tests.pace import units
 from tests.unit.spans.test_layout import touched_bytes
 

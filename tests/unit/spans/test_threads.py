@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.declare import quietly
 from statetree.spans import threads
 from statetree.spans.bits import same_bytes
 from statetree.spans.threads import call_together, copy_together
+from statetree.torch_internals import quietly
 
 SERIAL = threads.SERIAL_ELEMENTS
 

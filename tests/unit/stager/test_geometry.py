@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree.declare import quietly
 from statetree.spans.columns import Columns
 from statetree.spans.layout import MIN_GAP_BYTES, extents, lay_out, make_views
 from statetree.spans.memory import Memory
 from statetree.spans.replicate import copy_spans
 from statetree.stager.snapshot import Geometry
+from statetree.torch_internals import quietly
 from tests.judge import assert_trees_equal
 
 
