@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.files.remote import RemotePath, is_url, place_of, refuse_url
+from statetree.files.remote import RemotePath, is_url, located, refuse_url
 from statetree.files.untrusted import printable, refuse
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _PathOrUrl(click.Path):
     """A path, or a URL that fsspec knows."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return place_of(value) if is_url(value) else super().convert(value, param, ctx)
+        return located(value) if is_url(value) else super().convert(value, param, ctx)
 
 
 class _Checkpoint(_PathOrUrl):

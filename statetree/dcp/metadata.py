@@ -10,7 +10,7 @@ import math
 import reprlib
 from itertools import pairwise
 from operator import add, le
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from statetree.chunks.boxes import Box, whole_box
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
 from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.pickled_tensors import size_of
+from statetree.files.remote import RemotePath
 from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
 
@@ -33,8 +34,8 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES: Final = 2 << 30
 _MAX_TOLD: Final = 1000
 _LARGEST: Final = 2**62
-#: In how many folders a checkpoint is looked for: on a server, each is a request.
-_MOST_LOOKED_AT: Final = 100
+#: In how many folders on a server a checkpoint is looked for: each is a request.
+_MOST_ASKED: Final = 100
 
 T = TypeVar("T")
 
@@ -149,16 +150,23 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
         what = "it is not a directory"
     elif isinstance(error, FileNotFoundError):
         what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
-        inside_it: list[str] = []
-        with suppress(OSError):
-            folders = sorted(directory.iterdir())[-_MOST_LOOKED_AT:]
-            inside_it = [folder.name for folder in folders if (folder / METADATA).exists()]
-        if inside_it:
+        if inside_it := _checkpoints_in(directory):
             what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
     else:
         what = f"{METADATA} cannot be opened: {error}"
     msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
     raise CheckpointError(msg) from error
+
+
+def _checkpoints_in(directory: Path) -> list[str]:
+    """Return the names of the checkpoints that lie in a directory. Of a server's, the last ones."""
+    found: list[str] = []
+    with suppress(OSError):
+        folders = sorted(directory.iterdir())
+        for folder in folders[-_MOST_ASKED:] if isinstance(cast("Any", directory), RemotePath) else folders:
+            with suppress(OSError):
+                found += [folder.name] if (folder / METADATA).exists() else []
+    return found
 
 
 def _damaged(what: str) -> NoReturn:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.metadata import StoredEntry
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, shown
 from statetree.files.key_texts import shown_key
 from statetree.key_paths import Path
 
@@ -100,12 +100,6 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     What several hold is written by the one that has least to write: all that is inseparable, by the same one. Values,
     and what is put together with a value, are written by the first.
     """
-    known = {**told[0].tensors}
-    for one in told[1:]:
-        if one.tensors != told[0].tensors:
-            for key, held in one.tensors.items():
-                if known.setdefault(key, held) != held:
-                    _refuse_disagreement(key)
     holders: dict[Index, list[int]] = {}
     for rank, described in enumerate(told):
         for index in described.pieces:
@@ -117,7 +111,10 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     writers: dict[str | tuple[str, ...], int] = {}
     packed = {one.inseparable[key] for one in told for key in one.packed}
     for index, ranks in holders.items():
-        key, rank = index.key, min(ranks, key=load.__getitem__)
+        key = index.key
+        if index.start is not None and len(ranks) > 1:
+            ranks = _agreeing(told, index, ranks)
+        rank = min(ranks, key=load.__getitem__)
         leaf = told[ranks[0]].inseparable.get(key)
         if index.start is None or leaf is not None:
             named = key if leaf is None else leaf
@@ -125,7 +122,7 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
             if rank not in ranks:
                 continue
         shares[rank].append(index)
-        outline: Any = (None, ()) if index.start is None else known[key]
+        outline: Any = (None, ()) if index.start is None else told[rank].tensors[key]
         if outlines.setdefault(key, outline) != outline:
             _refuse_disagreement(key)
         box = told[rank].pieces[index]
@@ -138,6 +135,24 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
             _refuse_disagreement(key)
     entries = {key: StoredEntry(dtype, shape, (*boxes.get(key, ()),)) for key, (dtype, shape) in outlines.items()}
     return shares, entries
+
+
+def _agreeing(told: Sequence[Holdings], index: Index, ranks: list[int]) -> list[int]:
+    """Return the ranks one of which writes a piece: all that hold it, if they know it by one dtype and shape.
+
+    Otherwise those that hold elements of it, who must agree: outside of its mesh, a rank may know another shape.
+    """
+    outlines = {rank: told[rank].tensors[index.key] for rank in ranks}
+    if len(set(outlines.values())) > 1:
+        full = {rank: held for rank, held in outlines.items() if 0 not in held[1]}
+        if len(set(full.values())) != 1:
+            texts = [f"{dtype} {shape} on rank {rank}" for rank, (dtype, shape) in outlines.items()]
+            raise _unlike(
+                f"tensors {index.key!r}: expected one dtype and shape, since one rank's is saved, got {shown(texts)}",
+                " Give each rank's a key of its own, or leave them out.",
+            )
+        return [*full]
+    return ranks
 
 
 def _refuse_disagreement(key: str) -> NoReturn:

@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from numbers import Real
 from operator import call as call_alone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,7 +19,7 @@ from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import Together, upload_whole, write_whole
 from statetree.files.ranges import OpenFiles
-from statetree.files.remote import RemoteFiles, RemotePath, place_of
+from statetree.files.remote import RemoteFiles, RemotePath, is_url, located
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
@@ -93,8 +94,8 @@ def opened(
         True
     """
     options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
-    checkpoint = place_of(path)
-    files = (RemoteFiles if isinstance(cast("Any", checkpoint), RemotePath) else OpenFiles)(**options)
+    checkpoint: Any = located(path)
+    files = RemoteFiles(**options) if isinstance(checkpoint, RemotePath) else OpenFiles(**options)
     try:
         beginning = _beginning(checkpoint, files)
         found = next((known for known in _formats() if known.recognises(checkpoint, beginning)), None)
@@ -254,17 +255,17 @@ def save(
             return with_checks(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
-    files = [protected] if isinstance(protected, (str, os.PathLike)) else protected
-    how: dict[str, Any] = {"is_directory": found.is_directory, "overwrite": overwrite}
-    how["protected"] = list(map(place_of, files))
+    named = [protected] if isinstance(protected, (str, os.PathLike)) else protected
+    kept = list(map(located, named))
+    how = {"is_directory": found.is_directory, "overwrite": overwrite}
     by_several = not is_together and ranks.size > 1
 
     def whole(fill: Callable[[Path], list[str]]) -> None:
-        write_whole(target, fill, **how, by_several=by_several)
+        write_whole(target, fill, **how, protected=kept, by_several=by_several)
 
     with _errors_named(path):
         if isinstance(far := cast("Any", target), RemotePath):
-            upload_whole(far, write, together, **how)
+            upload_whole(far, write, together, **how, protected=kept)
         elif by_all:
             _save_by_all(whole, ranks, write)
         else:
@@ -282,15 +283,18 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple[Path, CheckpointFormat]:
-    target = place_of(path)
+    target: Any = located(path)
     target = target if target.name and target.name != ".." else target.resolve()
-    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
-        raise ValueError(f"save: shard_bytes is no number of bytes: expected an int of 1 or more, got {shard_bytes!r}.")
+    is_number = shard_bytes is None or isinstance(cast("Any", shard_bytes), Real)
+    if not is_number or (shard_bytes is not None and shard_bytes < 1):
+        raise ValueError(f"save: shard_bytes is no number of bytes: expected 1 or more, got {shard_bytes!r}.")
     if not target.name or target.name == "-" or "\0" in str(target) or not _can_be_named(target):
         msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
     with _errors_named(path):
         found = format_for(target)
+        if is_url(path) and isinstance(target, Path):  # file://: most of what has URLs has no folders to be made before
+            target.parent.mkdir(parents=True, exist_ok=True)
     if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
         target = target.with_name(f"{target.name}.index.json")
     return target, found

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakValueDictionary
 
 from statetree.declare import renew_after_fork
@@ -232,7 +232,7 @@ def upload_whole(
             there = [name for name in names if (home / name).exists()]
             if there and not overwrite:
                 raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
-            _check_protected(place, [place, *(home / name for name in there)], protected)
+            _check_protected(place, [home / name for name in there] + [place] * (place in protected), protected)
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
@@ -291,7 +291,7 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]
         raise
 
 
-def _check_protected(path: Any, replaced: Iterable[Any], protected: Collection[Path]) -> None:
+def _check_protected(path: Any, replaced: Iterable[Path | RemotePath], protected: Collection[Path]) -> None:
     """Raise ``CheckpointError`` if what is replaced is a protected file, under any name, or has one in it."""
     kept = {each for file in protected for each in (file, *file.resolve().parents)}
     kept_ids = set(map(_identity, kept)) - {None}
@@ -301,10 +301,10 @@ def _check_protected(path: Any, replaced: Iterable[Any], protected: Collection[P
             _refuse(path, what, "Choose another name.")
 
 
-def _identity(path: Path) -> Any:
+def _identity(path: Path | RemotePath) -> Any:
     """Return what is the same for all names of a file; ``None`` if there is none."""
-    if not isinstance(cast("Any", path), Path):
-        return path  # a `RemotePath`: there are no links
+    if not isinstance(path, Path):
+        return path  # there are no links
     about = path.stat() if path.exists() else None
     return None if about is None else (about.st_dev, about.st_ino)
 

@@ -44,12 +44,17 @@ def is_url(path: Any) -> bool:
     return isinstance(name, str) and _URL.match(name.lstrip()) is not None
 
 
-def place_of(path: str | os.PathLike[str]) -> Path:
-    """Return the place that a path or a URL names; for ``file://``, it is one on this machine, as a path is."""
-    if isinstance(path, RemotePath) or not is_url(path):
-        return cast("Path", path) if isinstance(path, RemotePath) else Path(path)
-    protocol, rest = re.split(r":/+", os.fspath(path).lstrip(), maxsplit=1)
-    return Path(f"/{rest}") if protocol in _NEAR else RemotePath.of(f"{protocol}://{rest}")
+def located(path: Any) -> Path:
+    """Return the place that a path or a URL names. ``file://`` names a path of this machine."""
+    if isinstance(path, RemotePath):
+        return cast("Path", path)
+    text = os.fsdecode(path)
+    if not is_url(text):
+        return Path(text)
+    protocol, slashes, rest = re.split(r":(/+)", text.lstrip(), maxsplit=1)
+    if protocol in _NEAR:
+        return Path(rest if slashes == "//" else f"/{rest}")
+    return RemotePath.of(f"{protocol}:{'//' if slashes == '/' else slashes}{rest}")
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:

@@ -6,7 +6,6 @@ Tensors are compared block by block, so that no second copy of them is made.
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -34,9 +33,15 @@ class Tolerance(NamedTuple):
     def check(self, verb: str) -> None:
         """Raise ``ValueError`` for what is no tolerance."""
         for name, value in self._asdict().items():
-            is_number = isinstance(value, Real)
-            if not is_number or not value >= 0:
+            if not _is_tolerance(value):
                 raise ValueError(f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value!r}.")
+
+
+def _is_tolerance(value: float | str) -> bool:
+    try:
+        return not isinstance(value, str) and float(value) >= 0
+    except unsignalled(TypeError, ValueError):
+        return False
 
 
 #: Bit for bit.

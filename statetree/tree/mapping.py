@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from statetree.errors import Difference, TreeMismatch, check_function, note_leaf
@@ -13,7 +12,7 @@ from statetree.tree.spec import TreeSpec
 from statetree.tree.stand_ins import STAND_INS, reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -162,7 +161,7 @@ def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
     if not isinstance(cast("Any", spec), TreeSpec):
         raise TypeError(f"from_flat: expected the TreeSpec that to_flat returned, got {type(spec).__qualname__}.")
     keys = spec.flat_keys()
-    if not isinstance(cast("Any", flat), Mapping):
+    if not hasattr(flat, "keys"):
         raise TypeError(f"from_flat: expected the flat dict that to_flat returned, got {type(flat).__qualname__}.")
     if list(flat) == keys:  # in the order in which to_flat gave them
         return unflatten(spec, flat.values())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,12 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "Conversion: sizes cannot be .* a mapping": (TypeError, lambda _: st.Conversion([("a", "b")], sizes=["d"])),
     "stage: which leaves are meant cannot be told": (TypeError, lambda _: st.Stager(frozen=0).stage(TREE)),
 }
+
+
+def test_numbers_of_other_libraries_are_numbers(tmp_path):
+    st.save(TREE, tmp_path / "a.safetensors", shard_bytes=np.int64(8))
+    assert st.similarity(TREE, TREE, rtol=np.float32(0.1), atol=torch.tensor(0.1))
+    st.Conversion([("a", "b")], sizes=[("d", 2)])
 
 
 @pytest.mark.parametrize("said", WRONG)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import statetree
@@ -169,6 +169,19 @@ def test_tied_shards_saved_with_different_values_on_one_rank(tmp_path):
         assert "ties at b: values of its own cannot go into a tensor that shares memory" in message
 
 
+def save_a_leaf_of_the_first_rank(directory):
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", [0])  # which the second rank is not in
+    local = torch.empty(0) if rank else torch.arange(4.0)
+    leaf = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    statetree.save({"w": leaf}, directory, group=dist.group.WORLD)
+
+
+def test_ranks_outside_of_a_mesh_have_no_say(tmp_path):
+    run_ranks(2, save_a_leaf_of_the_first_rank, tmp_path / "saved")
+    assert statetree.load(tmp_path / "saved")["w"].tolist() == [0, 1, 2, 3]
+
+
 def save_what_ranks_disagree_on(directory):
     rank = dist.get_rank()
     held = [
@@ -178,7 +191,8 @@ def save_what_ranks_disagree_on(directory):
         torch.ones(2, dtype=torch.int32 if rank else torch.float32),
     ]
     for number, state in enumerate([{"w": torch.ones(3), "x": each} for each in held]):
-        with pytest.raises(statetree.CheckpointError, match=r"pieces of 'x' that make up no tensor"):
+        said = r"pieces of 'x' that make up no tensor|tensors 'x': expected one dtype and shape"
+        with pytest.raises(statetree.CheckpointError, match=said):
             statetree.save(state, directory / f"{number}")
         assert not (directory / f"{number}").exists()
 

@@ -17,6 +17,7 @@ from statetree.chunks.reductions import REDUCTIONS, reduces
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType, LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.spans.bits import safely_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ class DTensorType(EngineLeafType):
         if type(local) is torch.Tensor and local.storage_offset():
             begin = local.as_strided(local.shape, local.stride(), 0)
         # DTensor.__init__ does nothing, inside of wrappers for torch.compile that take as long as making the tensor.
-        make = partial(context.cls.__new__, context.cls) if context.cls.__init__ is DTensor.__init__ else context.cls
+        make = partial(DTensor.__new__, DTensor) if context.cls is DTensor else context.cls
         fresh: Any = make(begin, context.spec, requires_grad=context.requires_grad)
         fresh._local_tensor = local
         set_attributes(fresh, attributes)
@@ -91,7 +92,7 @@ class DTensorType(EngineLeafType):
     def local_pair(self, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         # Specs hold mesh, placements, and global shape and dtype. How tensors look is asked of all together.
         x, y = a._local_tensor, b._local_tensor
-        same = type(x) is type(y) is torch.Tensor and (a._spec is b._spec or a._spec == b._spec)
+        same = type(x) is type(y) is torch.Tensor and (a._spec is b._spec or safely_equal(a._spec, b._spec))
         return (x, y) if same and not x.__dict__ and not y.__dict__ else None
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:

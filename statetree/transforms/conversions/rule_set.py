@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.errors import Difference, TreeMismatch
+from statetree.errors import Difference, TreeMismatch, unsignalled
 from statetree.key_paths import Path
 from statetree.torch_internals import quietly
 from statetree.transforms.conversions.converted_leaves import LeafMaker, LeafPlan
@@ -16,7 +16,7 @@ from statetree.tree.renaming import TreeBuilder
 from statetree.tree.selection import compiled_glob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.transforms.conversions.rule import Hit, Place
     from statetree.tree.spec import TreeSpec
@@ -82,14 +82,12 @@ class Conversion:
         ignore: Sequence[str] = (),
         strict: bool = True,
     ) -> None:
-        given: Any = ("rules", rules, Iterable), ("sizes", sizes or {}, Mapping), ("ignore", ignore, Iterable)
-        for argument, value, kind in given:
-            if not isinstance(value, kind):
-                expected = "a mapping" if kind is Mapping else "a list"
-                raise TypeError(f"Conversion: {argument} cannot be {value!r}: expected {expected}.")
-        self._rules = list(map(_rule, rules))
-        self._sizes = dict(sizes or {})
-        self._ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._rules = list(map(_rule, _listed("rules", rules)))
+        try:
+            self._sizes = dict(sizes or {})
+        except unsignalled(TypeError, ValueError):
+            raise TypeError(f"Conversion: sizes cannot be {sizes!r}: expected a mapping.") from None
+        self._ignore = (ignore,) if isinstance(ignore, str) else tuple(_listed("ignore", ignore))
         for name, size in self._sizes.items():
             if type(size) is not int or size < 0:
                 raise TypeError(f"Conversion: the size of {name} must be a whole number, got {size!r}.")
@@ -269,6 +267,12 @@ class Conversion:
 
 def _path(name: str) -> Path:
     return Path((name,)) if name else Path()
+
+
+def _listed(argument: str, given: Any) -> list[Any]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"Conversion: {argument} cannot be {given!r}: expected a list.")
+    return list(given)
 
 
 def _rule(given: Any) -> Rule:

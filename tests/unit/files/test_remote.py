@@ -289,4 +289,6 @@ def test_what_is_protected_behind_a_url_is_not_replaced(memory):
         assert st.load(url)["b"].tolist() == [1, 1]
         assert app.main(["convert", "--match", "a", "--force", url, url]) == 2
         assert st.load(url)["b"].tolist() == [1, 1]
-    st.save({"a": torch.zeros(2)}, "memory://run/b.pt", protected=["memory://run/a.pt"])
+    for beside in ("memory://run/b.pt", "memory://run"):
+        st.save({"a": torch.zeros(2)}, beside, protected=["memory://run/a.pt"])
+    assert st.load("memory://run/a.pt")["b"].tolist() == [1, 1]

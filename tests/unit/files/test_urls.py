@@ -8,6 +8,7 @@ import torch
 import statetree as st
 from statetree.cli import app
 from statetree.errors import CheckpointError
+from statetree.files.remote import located
 
 URLS = ["nowhere://bucket/run/model.pt", "nowhere://org/model", " nowhere://bucket/run"]
 
@@ -56,6 +57,19 @@ def test_the_command_never_replaces_its_source(names, tmp_path):
     source, destination = (name.format(path) for name in names)
     assert app.main(["convert", "--match", "a", "--force", source, destination]) == 2
     assert set(st.load(path)) == {"a", "b"}
+
+
+def test_a_url_of_a_local_file_may_be_relative_and_its_folders_are_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    st.save({"w": torch.arange(3)}, "file://new/folder/a.pt")
+    for url in ("file://new/folder/a.pt", "local://./new/folder/a.pt", f"file://{tmp_path}/new/folder/a.pt"):
+        assert st.load(url)["w"].tolist() == [0, 1, 2]
+
+
+def test_a_url_without_an_authority_is_asked_for_as_it_is():
+    assert str(located("memory:///a/b").path) == "/a/b"
+    with pytest.raises(CheckpointError, match=r"nowhere:///user/x\.pt: cannot be reached"):
+        st.load("nowhere:///user/x.pt")
 
 
 def test_a_colon_alone_makes_no_url(tmp_path, monkeypatch):

@@ -196,6 +196,26 @@ def told(verb, *args):
     return said, [*map(shown, args[-1].values())]
 
 
+class Odd(Shard):
+    raises = False  # torch compares it when a tensor is made
+
+    def __eq__(self, other):
+        if self.raises:
+            raise ValueError("not to be compared")
+        return super().__eq__(other)
+
+    def __hash__(self):
+        return super().__hash__()
+
+
+def test_placements_that_cannot_be_compared_are_another_layout(mesh, monkeypatch):
+    trees = [{"a": DTensor.from_local(torch.ones(2), mesh, [Odd(0)], run_check=False)} for _ in range(2)]
+    monkeypatch.setattr(Odd, "raises", True)
+    with pytest.raises(st.TreeMismatch, match="placements differs at a"):
+        st.copy_into(*trees)
+    assert "placements differs at a" in str(st.similarity(*trees))
+
+
 def test_a_freed_local_tensor_beside_a_target_that_overlaps_itself_is_an_error(mesh):
     target = shards_of(mesh, 1, torch.ones(1, 2).expand(4, 2))
     with pytest.raises(st.UnsupportedLeaf, match="w0"):  # nothing reads the memory that is not there
