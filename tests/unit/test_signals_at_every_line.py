@@ -1,5 +1,6 @@
 """A signal's handler that raises at any line of ours: what it raises comes out, and nothing is blamed for it."""
 
+import gc
 import itertools
 import signal
 import sys
@@ -8,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import statetree as st
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 HERE = str(Path(st.__file__).parent)
 #: Python tells nobody what is raised as an object is freed.
@@ -78,7 +83,21 @@ def staging():
         stager.stage(state(1))
 
 
+def collective(verb):
+    """Make a call that is recognised from the second time on."""
+    mesh = init_device_mesh("cpu", (1,))
+    tree = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in tensors().items()}
+
+    def call():
+        for _ in range(3):
+            verb(tree)
+
+    return call
+
+
 ACTIONS = {
+    "gather": lambda _: collective(st.gather),
+    "reshard": lambda _: collective(lambda tree: st.reshard(tree, tree)),
     "restore": restoring,
     "restore pickles": lambda folder: restoring(folder, weights_only=False),
     "save a step": saving_steps,
@@ -100,7 +119,10 @@ ACTIONS = {
 
 
 class Ringing:
-    """While it is open, calls a function once, before a line of ours; without one, notes which lines there are."""
+    """While it is open, calls a function once, before a line of ours; without one, notes which lines there are.
+
+    The garbage collector waits meanwhile: nobody is told what is raised in the functions that it calls.
+    """
 
     def __init__(self, place=None, ring=None):
         self.place, self.ring, self.places = place, ring, {}
@@ -118,12 +140,14 @@ class Ringing:
         return self._line if frame.f_code.co_filename.startswith(HERE) else None
 
     def __enter__(self):
+        gc.disable()
         self._before = sys.gettrace()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_):
         sys.settrace(self._before)
+        gc.enable()
 
 
 def lost(action, places, kind):
