@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain as chain_of_lists
@@ -16,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from statetree.declare import is_collective, is_leafwise
-from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, check_function, place_in_tree
+from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, check_function, place_in_tree, suppress
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of

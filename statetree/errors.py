@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
+from functools import partial
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
@@ -99,7 +100,11 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(found.__traceback__)
 
 
-# What the handler of a signal raises (an alarm, say) comes out of every verb as it is, wherever it came up.
+# What the handler of a signal raises (an alarm, say) comes out of every verb as it is, wherever it came up. It may be
+# an error of any class, so that no class tells it from an error of a file or of a value; the frames of its traceback
+# do. Python evaluates the expression after `except` when an exception gets there, and `sys.exception` is that one: so
+# the question stands where the classes do, and costs nothing while nothing fails. A clause that stands before it and
+# fits is taken unasked.
 
 
 def unsignalled(*kinds: type[E]) -> tuple[type[E], ...]:
@@ -159,20 +164,23 @@ def _from_signal(error: BaseException | None) -> BaseException | None:
 def _handlers() -> set[CodeType | None]:
     """Return the code of all handlers of signals that are functions of Python."""
     handlers = [found for found in map(signal.getsignal, signal.valid_signals()) if callable(found)]
-    calls = [getattr(handler, "func", handler) for handler in handlers]
+    calls = [handler.func if isinstance(handler, partial) else handler for handler in handlers]
     return {getattr(call if hasattr(call, "__code__") else type(call).__call__, "__code__", None) for call in calls}
 
 
 def _is_given(frame: FrameType, caller: FrameType) -> bool:
     """Whether a frame was given its caller, as the handler of a signal is given the frame that it interrupts.
 
-    (Decorators share their code: not all that runs it handles a signal.)
+    (Decorators share their code: not all that runs it handles a signal. A function that deleted what it was given is
+    taken for one that does.)
     """
-    held = frame.f_locals
-    given = list(held.values())
+    held, code = frame.f_locals, frame.f_code
+    given, deleted = list(held.values()), {*code.co_varnames[: code.co_argcount]} - {*held}
     if type(held) is dict:
         held.clear()  # a copy, which Python up to 3.12 keeps with the frame, and all that it holds
-    return any(each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given)
+    return bool(deleted) or any(
+        each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given
+    )
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from statetree.dcp.groups import check_same, group_for, is_alive, new_gloo_group, ranks_of
 from statetree.dcp.saving import write
-from statetree.errors import CheckpointError, RankMismatch, clear_frames
+from statetree.errors import CheckpointError, RankMismatch, clear_frames, suppress, unsignalled
 from statetree.exchange.call import on_all_ranks
 from statetree.files.publishing import is_alone
 from statetree.files.remote import refuse_url
@@ -132,7 +131,7 @@ def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpo
         if purpose not in found:
             try:
                 found.setdefault(purpose, Background(None if parent is None else new_gloo_group(parent, _MAKING)))
-            except (RuntimeError, RankMismatch) as error:
+            except unsignalled(RuntimeError, RankMismatch) as error:
                 raise CheckpointError(
                     f"{verb}: the ranks could not make a process group to use {directory}: expected all to take part, "
                     f"got: {str(error).splitlines()[0]}. Start the job again where a rank died; complete checkpoints "
@@ -264,10 +263,11 @@ class RunningSave:
         return self._calling
 
     def settle(self, verb: str, group: ProcessGroup | None) -> None:
-        """Wait for the save, and raise what it raised on any rank, unless its future has."""
-        if self.futures:
-            self._check_thread(verb)
-            on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
+        """Wait for the save, and raise what it raised on any rank, unless its future has.
+
+        Every rank calls it, also where there is none: after a call that failed, another rank may have one.
+        """
+        on_all_ranks(verb, ranks_of(verb, group), partial(self.raise_error, verb))
 
     def raise_error(self, verb: str) -> None:
         """Wait for the save, and raise what it raised and nobody was told."""

@@ -118,7 +118,7 @@ def read_manifest(directory: Path) -> FileManifest | None:
     """Return the manifest of a checkpoint; ``None`` if there is none. Raises ``CheckpointError`` if it is damaged."""
     try:
         data = regular_bytes(directory / MANIFEST, _MAX_BYTES)
-    except FileNotFoundError:
+    except unsignalled(FileNotFoundError):
         return None
     except unsignalled(OSError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be opened: {error}") from error

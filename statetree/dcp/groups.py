@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown, unsignalled
+from statetree.exchange.call import Call
+from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
@@ -119,8 +121,11 @@ def from_all(verb: str, value: Any, group: ProcessGroup | None) -> list[Any]:
     """Return what every rank of a group holds; raise ``RankMismatch`` if one does not answer. Every rank calls it."""
     if group is None:
         return [value]
-    told = ranks_of(verb, group).told_once(pickle.dumps(value))
-    by_rank = {rank: pickle.loads(text) for text, ranks in told for rank in ranks}
+    ranks = ranks_of(verb, group)
+    with Call(verb, ranks) as call:  # ranks that make another call hear of it
+        call.agree(Fingerprint(verb))
+    told = ranks.told_once(pickle.dumps(value))
+    by_rank = {rank: pickle.loads(text) for text, speakers in told for rank in speakers}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -151,7 +151,8 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
     elif isinstance(error, FileNotFoundError):
         what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
         if inside_it := _checkpoints_in(directory):
-            what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
+            count = f"{len(inside_it)}{' or more' if len(inside_it) == _MOST_ASKED else ''}"
+            what = f"{what}. {count} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
     else:
         what = f"{METADATA} cannot be opened: {error}"
     msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."

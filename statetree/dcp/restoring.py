@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.declare import phase
-from statetree.errors import CheckpointError, StateTreeError, warn
+from statetree.errors import CheckpointError, StateTreeError, unsignalled, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
@@ -128,7 +128,7 @@ class Restoration:
             if older.step < self.found.step:
                 try:
                     opened(self._series.path(older)).check()
-                except (CheckpointError, OSError):
+                except unsignalled(CheckpointError, OSError):
                     continue
                 return older
         return None

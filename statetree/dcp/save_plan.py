@@ -113,7 +113,7 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     for index, ranks in holders.items():
         key = index.key
         if index.start is not None and len(ranks) > 1:
-            ranks = _agreeing(told, index, ranks)
+            ranks = _agreeing(told, index, ranks, is_alone=key not in told[ranks[0]].inseparable)
         rank = min(ranks, key=load.__getitem__)
         leaf = told[ranks[0]].inseparable.get(key)
         if index.start is None or leaf is not None:
@@ -137,15 +137,16 @@ def planned(told: Sequence[Holdings]) -> tuple[list[list[Index]], dict[str, Stor
     return shares, entries
 
 
-def _agreeing(told: Sequence[Holdings], index: Index, ranks: list[int]) -> list[int]:
+def _agreeing(told: Sequence[Holdings], index: Index, ranks: list[int], *, is_alone: bool) -> list[int]:
     """Return the ranks one of which writes a piece: all that hold it, if they know it by one dtype and shape.
 
-    Otherwise those that hold elements of it, who must agree: outside of its mesh, a rank may know another shape.
+    Otherwise, if it is all of a leaf, those that hold elements of it, who must agree: outside of its mesh, a rank may
+    know another shape.
     """
     outlines = {rank: told[rank].tensors[index.key] for rank in ranks}
     if len(set(outlines.values())) > 1:
         full = {rank: held for rank, held in outlines.items() if 0 not in held[1]}
-        if len(set(full.values())) != 1:
+        if not is_alone or len(set(full.values())) != 1:
             texts = [f"{dtype} {shape} on rank {rank}" for rank, (dtype, shape) in outlines.items()]
             raise _unlike(
                 f"tensors {index.key!r}: expected one dtype and shape, since one rank's is saved, got {shown(texts)}",

@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from statetree.dcp.groups import from_all
 from statetree.dcp.step_numbers import as_int, check_step
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, suppress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

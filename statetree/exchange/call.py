@@ -121,21 +121,32 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
         message = ready
     except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
         own = error
-    errors = errors_on_ranks(verb, group, fingerprint, message, own)
-    if not errors:
-        return result  # type: ignore[no-any-return]
-    if own is not None and not isinstance(own, StateTreeError):
-        raise own
+    errors: dict[int, BaseException] = {}
+    try:
+        errors = errors_on_ranks(verb, group, fingerprint, message, own)
+        if not errors:
+            return result  # type: ignore[no-any-return]
+        if own is not None and not isinstance(own, StateTreeError):
+            raise own
+        raise _of_ranks(verb, group, own, errors)
+    finally:
+        del result, own, errors  # tracebacks hold this frame: what they hold, too, would last until it is collected
+
+
+def _of_ranks(verb: str, group: Group, own: BaseException | None, errors: dict[int, BaseException]) -> BaseException:
+    """Return what every rank raises where some failed: the first one's error, or one that names all."""
     ranks = sorted(errors)
     if all(isinstance(error, StateTreeError) for error in errors.values()):
         first: BaseException = own if own is not None and ranks[0] == group.rank else errors[ranks[0]]
         if ranks != [0]:
             first.add_note(f"statetree: raised on {ranks_named(ranks)}")
-        raise first
+        return first
     # What is of this library was raised because of the others, if it comes from an action within this one.
     foreign = {rank: error for rank, error in errors.items() if not isinstance(error, StateTreeError)}
     lines = [f"rank {rank}: {type(foreign[rank]).__name__}: {foreign[rank]}".rstrip(": ") for rank in sorted(foreign)]
-    raise CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}") from own
+    failure = CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}")
+    failure.__cause__ = own
+    return failure
 
 
 def is_rank(value: Any, size: int) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from statetree.chunks.ranks import ranks_named
 from statetree.declare import cached_property
-from statetree.errors import RankMismatch, shown, unsignalled
+from statetree.errors import RankMismatch, shown
 from statetree.leaves.leaf_numbers import text_number
 from statetree.spans.sums import signed
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _ERROR_CHARACTERS: Final = 1000
 #: How many different texts, paths or errors the ranks tell each other.
 _MOST_TOLD: Final = 16
+#: The same of errors.
+_MOST_FAILURES: Final = 256
 #: Less than any number that a rank states: what those say that have none.
 _NOTHING: Final = -(1 << 63)
 _DIGEST: Final = struct.Struct("<qq")
@@ -190,9 +192,10 @@ def errors_on_ranks(
 
     It begins as every agreement does: ranks that make another call hear of it, and raise ``RankMismatch`` as well.
     """
+    failure = None if own is None else _Failure(_shortened(own), _pickled(own))
     found = _greatest(group, message)
     if found[0]:
-        failures = _failures(group, None if own is None else _Failure(_shortened(own), _pickled(own)))
+        failures = _failures(group, failure)
         return {rank: failure.error() for rank, failure in failures.items()}
     stated, inverse = _digests(found[-_DIGEST_WORDS:])
     if stated[:2] != inverse[:2]:
@@ -233,8 +236,9 @@ def all_repeat(verb: str, group: Group, number: int) -> bool:
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
+    failure = _Failure(_shortened(error))  # made in advance: from here on nothing of this rank's own may fail
     group.all_reduce_max(FAILED)
-    _failures(group, _Failure(_shortened(error)))
+    _failures(group, failure)
 
 
 def _failed(verb: str, group: Group) -> RankMismatch:
@@ -258,8 +262,18 @@ class _Failure(NamedTuple):
 
 def _failures(group: Group, own: _Failure | None) -> dict[int, _Failure]:
     """Return what the ranks that failed tell the others."""
-    told = group.told_once(None if own is None else pickle.dumps(tuple(own)), most=_MOST_TOLD)
+    told = group.told_once(None if own is None else pickle.dumps(tuple(own)), most=_MOST_FAILURES)
     return {rank: _Failure(*pickle.loads(text)) for text, ranks in told for rank in ranks}
+
+
+def _shortened(failure: BaseException) -> str:
+    try:
+        text = str(failure)
+    except Exception:  # noqa: BLE001 - a hostile __str__, or an alarm in it, must not keep the others waiting
+        text = "(its message cannot be shown)"
+    if len(text) > _ERROR_CHARACTERS:
+        text = text[:_ERROR_CHARACTERS] + "…"
+    return f"{type(failure).__name__}: {text}".encode("utf-8", "replace").decode()
 
 
 def _pickled(error: BaseException) -> bytes:
@@ -267,19 +281,9 @@ def _pickled(error: BaseException) -> bytes:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - classes of users may do anything
+    except Exception:  # noqa: BLE001 - as above
         return b""
     return data
-
-
-def _shortened(failure: BaseException) -> str:
-    try:
-        text = str(failure)
-    except unsignalled(Exception):  # a hostile __str__ must not keep the others waiting
-        text = "(its message cannot be shown)"
-    if len(text) > _ERROR_CHARACTERS:
-        text = text[:_ERROR_CHARACTERS] + "…"
-    return f"{type(failure).__name__}: {text}".encode("utf-8", "replace").decode()
 
 
 def _by_text(told: Sequence[tuple[bytes, Sequence[int]]]) -> str:

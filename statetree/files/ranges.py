@@ -115,7 +115,7 @@ class OpenFiles:
         absolute = self._absolute.setdefault(path, os.path.abspath(path))
         try:
             handle = _Handle(os.open(absolute, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        except FileNotFoundError:
+        except unsignalled(FileNotFoundError):
             refuse(path, "there is no such file", "Check the name.")
         except unsignalled(OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
 
-from statetree.errors import CheckpointError, check_later
+from statetree.errors import CheckpointError, check_later, unsignalled
 from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
@@ -75,7 +75,7 @@ class RemotePath:
         """Return the place that a URL names: to its users, a path."""
         try:
             system, path = import_module("fsspec.core").url_to_fs(url)
-        except (ImportError, OSError, ValueError) as error:
+        except unsignalled(ImportError, OSError, ValueError) as error:
             msg = f"{url}: cannot be reached: {error}. Install statetree[remote], and what fsspec has for the protocol."
             raise CheckpointError(msg) from error
         return cast("Path", cls(system, path))
@@ -231,9 +231,9 @@ class RemoteFiles(OpenFiles):
         place = cast("RemotePath", path)
         try:
             info = place.info()
-        except FileNotFoundError:
+        except unsignalled(FileNotFoundError):
             refuse(path, "there is no such file", "Check the name.")
-        except OSError as error:
+        except unsignalled(OSError) as error:
             refuse(path, f"it cannot be reached: {error}", "Check the URL, and what it takes to read it.")
         if info.get("size") is None:
             refuse(path, "the server does not say how large it is: expected one that serves ranges", "Download it.")
@@ -269,7 +269,7 @@ class RemoteFiles(OpenFiles):
                 from statetree.stager.workers import in_threads  # which imports torch
 
                 in_threads(fetch, starts, _AT_ONCE)
-        except OSError as error:
+        except unsignalled(OSError) as error:
             refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
         self.nbytes_read += len(view)
 

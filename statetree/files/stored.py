@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from contextlib import suppress
 from importlib import import_module
 from itertools import chain
 from operator import mul
@@ -14,7 +13,7 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, whole_box
-from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, suppress, with_checks
 from statetree.files.strided_reading import NUMBERS, in_buckets, read_strided
 from statetree.files.unread import unread
 from statetree.files.untrusted import refuse, shape_text

@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import warnings
-from contextlib import suppress
 from functools import partial
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, unsignalled, warn
+from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, suppress, unsignalled, warn
 from statetree.exchange.manifest import is_strided
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf, suppress
 from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack

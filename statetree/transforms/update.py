@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf
+from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf, suppress
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_stored
 from statetree.leaves.copying import copied_leaves

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from stat import S_ISDIR
 
@@ -647,3 +648,28 @@ def test_a_checkpoint_that_takes_the_place_of_another_is_known_by_more_than_its_
     monkeypatch.setattr(series.Series, "find", lambda *args: next(found, None) or find(*args))
     assert checkpointer.restore(fallback=True)["w"].tolist() == [3, 3]
     checkpointer.close()
+
+
+def test_an_alarm_while_an_older_step_is_looked_at_skips_none(tmp_path, monkeypatch):
+    def ring(_number, _frame):
+        raise TimeoutError("alarm")
+
+    look = restoring.opened
+
+    def opened(path, *args, **options):
+        if path == saved.path(2):
+            signal.raise_signal(signal.SIGALRM)
+        return look(path, *args, **options)
+
+    with Checkpointer(tmp_path) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state_of(step))
+        for file in saved.path(3).glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:10])
+        monkeypatch.setattr(restoring, "opened", opened)
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            with pytest.raises(TimeoutError, match="alarm"):
+                saved.restore(state_of(0), fallback=True)
+        finally:
+            signal.signal(signal.SIGALRM, before)

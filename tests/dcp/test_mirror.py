@@ -420,3 +420,30 @@ def test_a_chained_url_is_kept(tmp_path):
         saved.save(1, state(1))
     with Checkpointer(tmp_path / "other", mirror=url) as other:
         assert_trees_equal(other.restore(), state(1))
+
+
+def ring(_number, _frame):
+    raise TimeoutError("alarm")
+
+
+@pytest.mark.parametrize("request_number", range(1, 8))
+def test_an_alarm_while_the_mirror_is_read_restores_no_older_step(request_number, tmp_path, far, monkeypatch):
+    with Checkpointer(tmp_path / "first", mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    read, requests = MemoryFileSystem.cat_file, []
+
+    def cat_file(*args, **options):
+        requests.append(args)
+        if len(requests) == request_number:
+            signal.raise_signal(signal.SIGALRM)
+        return read(*args, **options)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with Checkpointer(tmp_path / "other", mirror="memory://far") as other:
+            monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+            with pytest.raises(TimeoutError, match="alarm"):
+                other.restore(state(0), fallback=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -375,3 +375,24 @@ def save_interrupted(directory: Path) -> None:
 
 def test_a_rank_that_is_interrupted_is_named_once(tmp_path):
     run_ranks(2, save_interrupted, tmp_path)
+
+
+def call_differently(directory: Path, verbs: tuple[str, str]) -> str:
+    checkpointer = statetree.Checkpointer(directory, every=timedelta(seconds=1000))
+    checkpointer.due(0)
+    checkpointer.async_save(1, {"w": torch.ones(2)}).result()  # the groups that the calls below use are there then
+    calls = {
+        "due": lambda: checkpointer.due(3),
+        "save": lambda: checkpointer.save(3, {"w": torch.ones(2)}),
+        "restore": lambda: checkpointer.restore({"w": torch.ones(2)}),
+    }
+    with pytest.raises(statetree.RankMismatch) as caught:
+        calls[verbs[dist.get_rank()]]()
+    checkpointer.save(4, {"w": torch.ones(2)})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("verbs", [("due", "save"), ("save", "due"), ("due", "restore")], ids=str)
+def test_ranks_that_call_different_methods_of_a_checkpointer_hear_of_it(verbs, tmp_path):
+    for message in run_ranks(2, call_differently, tmp_path, verbs):
+        assert all(verb in message for verb in verbs)

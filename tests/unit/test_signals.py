@@ -55,7 +55,20 @@ class Bell:
         ring(number, frame)
 
 
+def ring_without_arguments(number, frame):
+    del number, frame
+    raise Alarm("alarm")
+
+
+class BellWithFunc(Bell):
+    @property
+    def func(self):
+        raise RuntimeError("no partial")
+
+
 HANDLERS = {
+    "a function that deletes its arguments": ring_without_arguments,
+    "an object that has a func": BellWithFunc(),
     "a decorated function": torch.no_grad()(ring),
     "a lambda": lambda *_: ring(*_),
     "a function": ring,
