@@ -123,8 +123,9 @@ def from_all(verb: str, value: Any, group: ProcessGroup | None) -> list[Any]:
         return [value]
     ranks = ranks_of(verb, group)
     with Call(verb, ranks) as call:  # ranks that make another call hear of it
+        said = pickle.dumps(value)
         call.agree(Fingerprint(verb))
-    told = ranks.told_once(pickle.dumps(value))
+    told = ranks.told_once(said)
     by_rank = {rank: pickle.loads(text) for text, speakers in told for rank in speakers}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -165,9 +166,9 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
             )
             told = [CheckpointError(msg)]
     try:
-        answer = from_all(verb, told, group)[0]
-        if not is_first(group):
-            told = answer
+        answers = from_all(verb, told, group)
+        told = told if is_first(group) else answers[0]  # the first one's own error has its traceback
+        del answers
         pass_on_from_signal(cause)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
