@@ -164,8 +164,6 @@ def render_key(key: Any) -> str:
     """Render one key of a path as plain text."""
     if type(key) is str:
         return key
-    if type(key) is int:
-        return str(key)
     if type(key) in (frozenset, tuple) or isinstance(key, _NAMED):
         return exactly(key)
     try:
@@ -177,8 +175,6 @@ def render_key(key: Any) -> str:
 def exactly(key: Any) -> str:
     """Render one key so that its type shows, the same in every process: functions by their full names."""
     cls = type(key)
-    if cls in (str, int):
-        return repr(key)
     if cls is frozenset:
         return f"frozenset({{{', '.join(sorted(map(exactly, key)))}}})"
     if cls is tuple:
