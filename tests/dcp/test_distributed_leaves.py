@@ -174,7 +174,8 @@ def save_a_leaf_of_the_first_rank(directory):
     mesh = DeviceMesh("cpu", [0])  # which the second rank is not in
     local = torch.empty(0) if rank else torch.arange(4.0)
     leaf = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    statetree.save({"w": leaf}, directory, group=dist.group.WORLD)
+    # The first rank writes the larger tensor, so that the other one would have its turn with the smaller.
+    statetree.save({"large": torch.ones(100), "w": leaf}, directory, group=dist.group.WORLD)
 
 
 def test_ranks_outside_of_a_mesh_have_no_say(tmp_path):
