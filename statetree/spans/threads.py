@@ -30,8 +30,10 @@ SERIAL_ELEMENTS: Final = 32_768
 _WORTH_BYTES: Final = 4 << 20
 #: More threads than this have no more memory bandwidth.
 _MOST_THREADS: Final = 8
-#: How many bytes are moved in one call.
-_PIECE: Final = 1 << 20
+#: How many bytes are moved in one call. glibc copies with ``rep movsb`` what is smaller than a core's second cache, and
+#: with its loops what is larger, which read each line of the target before they write it: a seventh slower on a machine
+#: whose cache has 1 MiB. No usual core has less than 512 KiB.
+_PIECE: Final = 448 << 10
 #: How many pieces of work there are for each thread, so that one that has to wait for a core leaves work to the others.
 _TURNS: Final = 16
 
