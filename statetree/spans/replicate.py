@@ -88,7 +88,7 @@ def _clones(columns: Columns) -> list[torch.Tensor]:
         return clone_all(columns.tensors)
     sources = [columns.tensors[index] for index in large]
     targets = list(map(torch.empty_like, sources))
-    copy_together(targets, sources, [columns.nbytes[index] for index in large])
+    copy_together(targets, sources, [columns.nbytes[index] for index in large], fresh=True)
     if len(large) == len(columns.tensors):
         return targets
     rest = sorted(set(range(len(columns.tensors))).difference(large))
@@ -111,7 +111,7 @@ def copy_spans(columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], 
     if not targets:
         return
     if columns.on_cpu and buffers[0].storage.device.type == "cpu":
-        copy_together(targets, sources, nbytes)
+        copy_together(targets, sources, nbytes, fresh=True)
     else:
         copy_all(targets, sources)
 

@@ -150,7 +150,7 @@ class FrozenStorages:
         targets = [copy.bytes(size) for (copy, _), size in zip(filled, sizes, strict=True)]
         sources = [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled]
         if columns.on_cpu:
-            copy_together(targets, sources, sizes)
+            copy_together(targets, sources, sizes, fresh=True)
         else:
             copy_all(targets, sources)
         waiting = iter(made)

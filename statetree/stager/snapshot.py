@@ -96,6 +96,7 @@ class Snapshot:
         layout = geometry.layout
         buffers = self._take_buffers(columns, layout, pool)
         self.templates = make_views(columns, layout, buffers, torch.device("cpu"))
+        self._is_fresh = True
         self._plan_copies(layout, buffers)
         storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
         self._storage_keys, self._storages = list(storages), list(storages.values())
@@ -172,6 +173,7 @@ class Snapshot:
         """Make the system provide the memory now, page by page."""
         for block in self._blocks:
             block.zero_()
+        self._is_fresh = False
 
     def dissolve(self) -> list[torch.Tensor]:
         """Give up the templates, and return the blocks of memory below them."""
@@ -196,7 +198,8 @@ class Snapshot:
                 targets.append(target)
                 sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
         if columns.on_cpu:
-            copy_together(targets, sources, self._nbytes)
+            copy_together(targets, sources, self._nbytes, fresh=self._is_fresh)
+            self._is_fresh = False
         else:
             accelerators = devices_of(columns.devices)
             copy_all(targets, sources, non_blocking=bool(accelerators))
