@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
+    from statetree.leaves.types.opaque import Members
     from statetree.tree.spec import TreeSpec
 
 
@@ -62,6 +63,7 @@ class MemberRecipe(NamedTuple):
 
     whole: PackedRecipe
     position: int
+    members: Members
 
 
 Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
@@ -94,17 +96,16 @@ class Unpacked:
 
     def parts_of(self, leaf: int) -> list[int]:
         """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
-        pending = [self.recipe(leaf)]
-        found = []
-        while pending:
-            recipe = pending.pop()
-            if isinstance(recipe, int):
-                found.append(recipe)
-            elif isinstance(recipe, MemberRecipe):
-                pending.append(recipe.whole)
-            elif isinstance(recipe, PackedRecipe):
-                pending += recipe.within()
-        return found
+        return _parts_in([self.recipe(leaf)])
+
+    def held_by(self, leaves: Iterable[int]) -> set[int]:
+        """Return the indices of the parts that some leaves hold: of objects taken apart together, only these."""
+        recipes = list(map(self.recipe, leaves))
+        together = [recipe for recipe in recipes if isinstance(recipe, MemberRecipe)]
+        alone = [recipe for recipe in recipes if not isinstance(recipe, MemberRecipe)]
+        for whole, _, members in together[:1]:  # which is that of all
+            alone += map(whole.inner.__getitem__, members.held_by([recipe.position for recipe in together]))
+        return set(_parts_in(alone))
 
     def metadata_parts(self) -> list[int]:
         """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects."""
@@ -206,15 +207,27 @@ def _unpack_together(
     attempt = _Unpacker(list(unpacker.parts), unpacker.views)
     owners: list[int] = []
     try:
-        tensors, context, owner_of = OPAQUE.unpack_together([leaves[index] for index in chosen])
+        tensors, context, members = OPAQUE.unpack_together([leaves[index] for index in chosen])
         inner = []
-        for tensor, owner in zip(tensors, owner_of, strict=True):
+        for tensor, owner in zip(tensors, members.owners, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
     except unsignalled(Exception):  # user code raises it, and will do so again
         return unpacker, {}, []
     whole = PackedRecipe(OPAQUE, context, tuple(inner), -1)
-    return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
+    return attempt, {index: MemberRecipe(whole, at, members) for at, index in enumerate(chosen)}, owners
+
+
+def _parts_in(recipes: Iterable[Recipe]) -> list[int]:
+    """Return the indices of all parts in recipes."""
+    found, pending = list[int](), list(recipes)
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, int):
+            found.append(recipe)
+        elif not isinstance(recipe, AtomRecipe):
+            pending += [recipe.whole] if isinstance(recipe, MemberRecipe) else recipe.within()
+    return found
 
 
 def hides_distributed(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ allocators hand the addresses of freed storages out again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from operator import attrgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -22,6 +23,7 @@ from statetree.spans.layout import as_bytes, extents, lay_out, make_views
 from statetree.spans.threads import copy_together
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
+from statetree.tree.flatten import unshared
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ class _KnownStorage(NamedTuple):
         """Whether bytes of a storage are the first of those that were copied."""
         same = self.source.cdata == storage_key(storage) and self.pointer == storage.data_ptr()
         return same and not self.source.expired() and self.start == span.start and span.stop <= self.stop
+
+    def overlaps(self, other: _KnownStorage) -> bool:
+        """Whether another copy of the same storage has some of these bytes."""
+        return self.start < other.stop and other.start < self.stop
 
     def bytes(self, count: int) -> torch.Tensor:
         """Return the first bytes of the copy."""
@@ -98,16 +104,24 @@ class FrozenStorages:
 
     def _chosen(self, verb: str, captured: CapturedTree, where: Where) -> list[int]:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
-        leaves = captured.unpacked.leaves
+        spec, places = unshared(captured.spec, captured.unpacked.leaves)
+        leaves = [captured.unpacked.leaves[place] for place in places]
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
         try:
-            mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=self._has_warned or None)
+            mask = selected(where, spec, leaves, verb=verb, missing_ok=self._has_warned or None)
         except TreeMismatch as error:  # a later state, or that of another rank, may have it
             self._has_warned = True
             warn(f"{error} (What it was meant for is copied.)")
-            mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
-        frozen = [mask[owner] for owner in captured.owners]
+            mask = selected(where, spec, leaves, verb=verb, missing_ok=True)
+        # One leaf may lie in several places, and one tensor in several leaves: nobody may write to it in any of these.
+        written_to = {place for place, flag in zip(places, mask, strict=True) if not flag}
+        held = captured.unpacked.held_by([leaf for leaf in captured.unpacked.recipes if leaf in written_to])
+        meta = set(captured.meta)
+        parts = [part for part in range(len(captured.unpacked.parts)) if part not in meta]
+        frozen = [
+            owner not in written_to and part not in held for owner, part in zip(captured.owners, parts, strict=True)
+        ]
         keys = captured.columns.storage_keys
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
         # Nobody promised anything of these: if they are frozen later, they hold something else by then.
@@ -156,8 +170,16 @@ class FrozenStorages:
         waiting = iter(made)
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
-        # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
-        kept = {address: copy for address, copy in before.items() if not copy.source.expired()}
+        # Storages that are gone are let go of, and bytes that were copied again: no more is held than they have. What
+        # was copied just now is noted last, so that an interrupt loses it.
+        used, again = set(map(id, serving)), defaultdict[int, list[_KnownStorage]](list)
+        for copy in made:
+            again[copy.source.cdata].append(copy)
+        kept = {
+            address: copy
+            for address, copy in before.items()
+            if not copy.source.expired() and (id(copy) in used or not any(map(copy.overlaps, again[copy.source.cdata])))
+        }
         kept.update((copy.pointer + copy.start, copy) for copy in made)
         # While others are kept, all are looked at every time: whether their storages are gone.
         alone = len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving)

@@ -13,7 +13,7 @@ from statetree.tree.spec import TreeSpec
 from statetree.tree.traversal import Repeated, freeze, rebuild, traverse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from statetree.tree.traversal import IsLeaf, Node
 
@@ -111,6 +111,15 @@ def unflatten_copy(spec: TreeSpec, leaves: list[Any]) -> Any:
     if Repeated in set(map(type, leaves)):  # to look at each costs more
         repeated = {index: leaf.node for index, leaf in enumerate(leaves) if type(leaf) is Repeated}
     return rebuild(spec.nodes, leaves, repeated)
+
+
+def unshared(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[TreeSpec, Sequence[Any]]:
+    """Return the structure that ``flatten`` gives, from that of ``flatten_for_copy``, and which leaf lies where."""
+    if Repeated not in set(map(type, leaves)):
+        return spec, range(len(leaves))
+    tree = unflatten_copy(spec, [leaf if type(leaf) is Repeated else at for at, leaf in enumerate(leaves)])
+    places, whole = flatten(tree)
+    return whole, places
 
 
 def paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[Path]:

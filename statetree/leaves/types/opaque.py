@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, ModuleType
@@ -25,7 +24,7 @@ from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     LookUp = Callable[[type], EngineLeafType | None]
 
@@ -157,15 +156,36 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
     return generator
 
 
+class Members(NamedTuple):
+    """What several objects that are taken apart together hold."""
+
+    owners: list[int]  # for each tensor, which of them it was found in first
+    links: list[set[int]]  # for each of them, those in which something that it holds was found first
+
+    def held_by(self, objects: Iterable[int]) -> list[int]:
+        """Return which tensors some of the objects may hold.
+
+        pickle does not look a second time into what it has met: whoever holds a part of another may hold all of it.
+        """
+        pending = [*objects]
+        found = {*pending}
+        while pending:
+            more = self.links[pending.pop()] - found
+            found |= more
+            pending += more
+        return [tensor for tensor, owner in enumerate(self.owners) if owner in found]
+
+
 class _TakeAllApart(TakeApart):
-    """Notes for every tensor which of several objects it was found in first.
+    """Notes for every tensor, and all else that is not passed by identity, which of several objects has it first.
 
     One pickler takes them, one after the other, so that what they share stays shared.
     """
 
     def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(), leaf_type_of)
-        self.owners: list[int] = []
+        self.members = Members([], [set() for _ in values])
+        self._first: dict[int, int] = {}
         with torch_function_enabled():
             for index, value in enumerate(values):
                 self._current = index
@@ -173,22 +193,13 @@ class _TakeAllApart(TakeApart):
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         result = super().persistent_id(obj)
-        self.owners += [self._current] * (len(self.tensors) - len(self.owners))
-        return result
-
-
-class _FindShared(_TakeAllApart):
-    """Notes for all that is not passed by identity in which of several objects it was found."""
-
-    def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
-        self.found_in: defaultdict[int, set[int]] = defaultdict(set)
-        super().__init__(leaf_type_of, values)
-
-    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
-        result = super().persistent_id(obj)
+        owners = self.members.owners
+        owners += [self._current] * (len(self.tensors) - len(owners))
         is_kept = isinstance(result, tuple) or (result is not None and result < 0)
         if not (is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)):
-            self.found_in[id(obj)].add(self._current)  # pickle keeps it alive
+            first = self._first.setdefault(id(obj), self._current)  # pickle keeps it alive
+            if first != self._current:
+                self.members.links[self._current].add(first)
         return result
 
 
@@ -244,15 +255,15 @@ class OpaqueType(EngineLeafType):
             ) from error
         return pickler.tensors, pickler.rest()
 
-    def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
-        """Take several objects apart as one: also return, for each part, which of them it lies in."""
+    def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Members]:
+        """Take several objects apart as one: also return which parts each of them holds."""
         pickler = _TakeAllApart(self._leaf_type_of, values)
-        return pickler.tensors, replace(pickler.rest(), count=len(values)), pickler.owners
+        return pickler.tensors, replace(pickler.rest(), count=len(values)), pickler.members
 
-    def shared_by(self, values: Sequence[Any]) -> set[frozenset[int]]:
-        """Return, for each object or tensor that several objects hold, which of them do."""
-        pickler = _FindShared(self._leaf_type_of, values)
-        return {frozenset(found) for found in pickler.found_in.values() if len(found) > 1}
+    def shared_by(self, values: Sequence[Any]) -> list[set[int]]:
+        """Return which of several objects hold the same object or tensor: in pairs, with the one that has it first."""
+        links = _TakeAllApart(self._leaf_type_of, values).members.links
+        return [{first, index} for index, found in enumerate(links) for first in found]
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         with torch_function_enabled():

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import warnings
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_predicate_is_asked_about_tensors_only():
 
     with st.Stager(frozen=frozen) as stager:
         first, second = stager.stage(tree), stager.stage(tree)
-    assert set(asked) == {"a.w", "p"}
+    assert set(asked) == {"a.w", "again.w", "p"}
     assert first["p"].data_ptr() == second["p"].data_ptr()
     assert first["again"] is first["a"]
     assert second["step"] == 1
@@ -258,3 +259,110 @@ def test_meta_tensors_and_shared_containers_stay():
     assert staged["a"] is staged["b"]
     assert staged["meta"].is_meta
     assert staged["a"]["w"].tolist() == [0, 1, 2]
+
+
+class Holder:
+    def __init__(self, **held):
+        self.__dict__.update(held)
+
+
+def twice(w):
+    return {"frozen": w, "trained": w}
+
+
+def in_an_object(w):
+    return {"frozen": w, "trained": Holder(w=w)}
+
+
+def in_two_objects(w):
+    return {"frozen": Holder(w=w), "trained": Holder(w=w)}
+
+
+def in_an_object_of_two(w):
+    inner = Holder(w=w)
+    return {"frozen": Holder(inner=inner, other=torch.ones(2)), "trained": Holder(inner=inner)}
+
+
+def by_way_of_a_third(w):
+    inner = Holder(w=w)
+    return {
+        "frozen": Holder(inner=inner),
+        "also frozen": (outer := Holder(inner=inner)),
+        "trained": Holder(outer=outer),
+    }
+
+
+def in_a_shared_container(w):
+    inner = {"w": w}
+    return {"frozen": inner, "trained": inner}
+
+
+def in_a_layer_and_by_itself(w):
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.data = w.view(2, 2)
+    return {"frozen": layer, "trained": layer.weight}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        twice,
+        in_an_object,
+        in_two_objects,
+        in_an_object_of_two,
+        by_way_of_a_third,
+        in_a_shared_container,
+        in_a_layer_and_by_itself,
+    ],
+)
+def test_what_also_lies_where_it_may_be_written_to_is_not_frozen(make, backwards, asynchronous):
+    w = torch.arange(4.0)
+    tree = make(w)
+    tree = dict(reversed(tree.items())) if backwards else tree
+    with st.Stager(frozen=["frozen", "frozen.**", "also frozen"], max_snapshots=3) as stager:
+        stage = (lambda: stager.stage_async(tree).result()) if asynchronous else (lambda: stager.stage(tree))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one of the globs matches nothing
+            stage()
+            w.add_(1)
+            staged = stage()
+    assert all(held.flatten().tolist() == [1, 2, 3, 4] for held in tensors_in(staged) if held.numel() == 4)
+
+
+def tensors_in(tree):
+    found, pending = [], [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value.detach())
+        elif isinstance(value, torch.nn.Module):
+            found.append(value.weight.detach())
+        else:
+            pending += vars(value).values() if isinstance(value, Holder) else value.values()
+    return found
+
+
+def test_objects_that_share_nothing_with_those_that_are_trained_are_frozen():
+    tree = {"frozen": Holder(w=torch.ones(1000)), "trained": Holder(w=torch.ones(5))}
+    with st.Stager(frozen="frozen", max_snapshots=3) as stager:
+        before, after = stager.stage(tree), stager.stage(tree)
+    assert before["frozen"].w.data_ptr() == after["frozen"].w.data_ptr()
+    assert before["trained"].w.data_ptr() != after["trained"].w.data_ptr()
+
+
+def test_globs_match_every_place_of_a_shared_container():
+    inner = {"w": torch.ones(5)}
+    with st.Stager(frozen=["a.*", "b.*"]) as stager:
+        before, after = (stager.stage({"a": inner, "b": inner}) for _ in range(2))
+    assert before["b"]["w"].data_ptr() == after["a"]["w"].data_ptr()
+
+
+def test_windows_of_one_storage_are_not_kept_for_ever():
+    whole = torch.arange(10_000.0)
+    with st.Stager(frozen="w") as stager:
+        for start in range(0, 5000, 100):
+            window = {"w": whole[start : start + 5000]}
+            assert stager.stage(window)["w"].equal(window["w"])
+        assert stager.nbytes <= whole.nbytes
