@@ -30,7 +30,7 @@ from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.metadata import METADATA, StoredEntry
-from statetree.dcp.save_plan import Holdings, check_alike, check_keys, planned
+from statetree.dcp.save_plan import Holdings, check_alike, check_keys, differing_values, planned
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
     PARTS_ENTRY,
@@ -49,6 +49,7 @@ from statetree.files.key_texts import key_text
 from statetree.files.publishing import sync
 from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
+from statetree.leaves.leaf_numbers import value_number
 from statetree.leaves.lowering import assumed_sums
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ def write(
             "what values hold (of a module or an optimizer, the state_dict()), or restore them with weights_only=False."
         )
         warn(msg)
+    if save.differing:
+        warn(
+            f"save: the ranks hold different plain values, of which the first rank's are saved, at:\n  "
+            f"{shown(save.differing)}\nGive those of each rank a key of their own (with its number, say)."
+        )
 
 
 class StateSave:
@@ -141,11 +147,12 @@ class StateSave:
     ) -> None:
         self.directory = directory
         self.unmade: list[str] = []  # what does not come back by default, on the first rank
+        self.differing: list[str] = []  # where ranks hold other plain values, on the first rank
         self._state = state
         self._group = group
         self._options = options
         self._held: dict[Index, Piece] = {}
-        self._told = Holdings({}, {}, {}, set(), {}, {}, {}, {})
+        self._told = Holdings({}, {}, {}, set(), {}, {}, {}, {}, {})
         self._structure: Structure | None = None  # on the first rank
         self._entries: dict[str, StoredEntry] = {}
         self._dcp_paths: dict[str, Any] = {}
@@ -183,6 +190,8 @@ class StateSave:
                 self._told.packed.update(keys)
             if content.sort == VALUE_ENTRY:
                 self._add_value(key, value, path, dcp_path)
+                if ranks.size > 1:
+                    self._told.values[key] = value_number(value)
             leaf = self._leaf_above(steps) if texts else None
             if leaf is not None and not any(isinstance(tensor, LocalChunks) for tensor in content.tensors):
                 self._told.inseparable.update(dict.fromkeys(keys, leaf))
@@ -239,6 +248,7 @@ class StateSave:
             return []
         check_keys(told)
         check_alike(told)
+        self.differing = differing_values(told)
         shares, self._entries = planned(told)
         for described in reversed(told):  # the first rank's count
             self._dcp_paths.update(described.dcp_paths)

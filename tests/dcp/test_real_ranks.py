@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import warnings
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -396,3 +397,24 @@ def call_differently(directory: Path, verbs: tuple[str, str]) -> str:
 def test_ranks_that_call_different_methods_of_a_checkpointer_hear_of_it(verbs, tmp_path):
     for message in run_ranks(2, call_differently, tmp_path, verbs):
         assert all(verb in message for verb in verbs)
+
+
+def save_other_values(folder: Path) -> list[str]:
+    rank = dist.get_rank()
+    names = [f"name{number}" for number in range(50)]
+    alike = {"lr": 0.1, "nan": math.nan, "names": set(names), "model": make_model(), "again": [1, None, "text"]}
+    told: list[str] = []
+    for number, own in enumerate([{}, {"loader": {"seed": rank, "epoch": 3}}, {f"loader of {rank}": rank}]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dcp.Checkpointer(folder / f"{number}").save(1, {"w": torch.ones(2), **alike, **own})
+        told.append("".join(str(each.message) for each in caught if "ranks hold different" in str(each.message)))
+    return told
+
+
+def test_plain_values_that_only_the_first_rank_saves_are_warned_of(tmp_path):
+    first, second = run_ranks(2, save_other_values, tmp_path)
+    assert [*map(bool, first)] == [False, True, False]
+    assert "loader.seed" in first[1]
+    assert "epoch" not in first[1]
+    assert not any(second)
