@@ -149,7 +149,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         _check_whole(verb, leaf, path)
         return PLAIN
     if is_distributed(leaf):
-        if leaf_type is TENSOR:  # a process that saves alone would keep its part alone
+        if leaf_type is TENSOR and (ranks is None or ranks.size == 1):  # who saves alone would keep this part alone
             refuse_leaf(verb, path, "a tensor of which each rank holds a part", "Gather it")
         return Content(TENSOR_ENTRY, (_held(verb, leaf, path, ranks or ranks_of(verb, None)),))
     # DCP asks torch for the sizes of elements, which it does not know of dtypes without kernels.

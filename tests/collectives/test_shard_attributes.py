@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -113,3 +114,29 @@ def test_what_does_not_fit_is_refused():
 def test_a_checkpoint_does_not_keep_one_part_alone(tmp_path):
     with pytest.raises(statetree.UnsupportedLeaf, match=r"the ranks of the group hold only a part of the leaf at w"):
         statetree.save({"w": checkpointable(FULL, 0)}, tmp_path)
+
+
+def save_and_load(folder, kind):
+    rank = dist.get_rank()
+    tree = {"w": KINDS[kind](FULL, rank), "plain": torch.arange(2.0)}
+    statetree.save(tree, folder / kind)
+    statetree.Checkpointer(folder / f"steps of {kind}").save(1, tree)
+    check_same(statetree.load(folder / kind)["w"], FULL)
+    for load in (statetree.load, lambda _, like: restored(folder, kind, like)):
+        fresh = load(folder / kind, {"w": KINDS[kind](torch.zeros_like(FULL), rank), "plain": torch.zeros(2)})
+        assert torch.equal(statetree.gather(fresh)["w"], FULL)
+    in_place = {"w": KINDS[kind](torch.zeros_like(FULL), rank), "plain": torch.zeros(2)}
+    assert statetree.similarity(statetree.load(folder / kind, in_place, in_place=True), in_place)
+    assert torch.equal(statetree.gather(in_place)["w"], FULL)
+    plain = {"w": torch.zeros_like(FULL), "plain": torch.zeros(2)}
+    torch_dcp.load(plain, checkpoint_id=folder / kind)
+    assert torch.equal(plain["w"], FULL)
+
+
+def restored(folder, kind, like):
+    return statetree.Checkpointer(folder / f"steps of {kind}").restore(like)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_together_save_and_load_what_they_hold(kind, tmp_path):
+    run_ranks(2, save_and_load, tmp_path, kind)
