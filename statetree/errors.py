@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 from statetree.key_paths import is_tensor, literal, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import CodeType, FrameType, TracebackType
 
     from statetree.key_paths import Path
@@ -316,6 +317,12 @@ def check_function(verb: str, name: str, given: object, expected: str = "a funct
     """Raise ``TypeError`` if what was given as an argument cannot be called."""
     if not callable(given):
         raise TypeError(f"{verb}: {name} cannot be called: expected {expected}, got {given!r}.")
+
+
+def check_iterable(verb: str, name: str, given: object, expected: str = "a list") -> None:
+    """Raise ``TypeError`` if what was given as an argument has no items."""
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{verb}: {name} cannot be {given!r}: expected {expected}.")
 
 
 class _Later(threading.local):

@@ -217,8 +217,12 @@ def diff(
     from statetree.cli.entries import Choice
     from statetree.spans.element_differences import Tolerance
 
+    if not options["values"] and rtol + atol > 0:
+        raise click.UsageError("diff: a tolerance is for values: expected --rtol and --atol without --no-values.")
+    if options["quiet"] and options["as_json"]:
+        raise click.UsageError("diff: --quiet prints nothing: expected it without --json.")
     one, other = _opened(left, right, follow_links=follow_links)
-    options |= {"tolerance": Tolerance(rtol, atol), "values": options["values"] or rtol + atol > 0, "page": page}
+    options |= {"tolerance": Tolerance(rtol, atol), "page": page}
     differ = compare((left, right), one, other, DiffOptions(Choice("diff", patterns, excluded), **options))
     return FAILED if differ is None else DIFFERENT if differ else SAME
 

@@ -21,10 +21,10 @@ from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable
 from statetree.key_paths import Path as TreePath
+from statetree.leaves.value_texts import equal_values
 from statetree.spans.bits import same_bytes
 from statetree.spans.element_differences import EXACT, Tolerance, Unequal, tensor_difference
 from statetree.transforms.similarity import MAX_DIFFERENCES, Similarity, similarity
-from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +139,7 @@ def _of_structure(found: Difference, one: Mapping[str, Any], other: Mapping[str,
 def _values(key: str, a: Any, b: Any, tolerance: Tolerance) -> Iterator[Found]:
     """Return how the values of two leaves differ whose types, dtypes and shapes agree."""
     if not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor):
-        if type(a) is type(b) and not same_value(a, b):
+        if type(a) is type(b) and not equal_values(a, b):
             yield Found(key, "value", short_value(a), short_value(b))
     elif not a.is_strided or not b.is_strided:
         report = similarity({"": a}, {"": b}, rtol=tolerance.rtol, atol=tolerance.atol)

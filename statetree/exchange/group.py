@@ -252,6 +252,9 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
     if not (dist.is_available() and dist.is_initialized()):
         return Group(None, 0, [0], verb, timeout)
     given: Any = process_group
+    is_group = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
+    if given is not None and not is_group:
+        raise TypeError(f"{verb}: group cannot be {given!r}: expected a process group, or None for all ranks.")
     try:
         rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
     except unsignalled(ValueError):
@@ -271,7 +274,7 @@ def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
         return None
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except unsignalled(ValueError, OverflowError):  # not a number, or more than there is
+    except unsignalled(TypeError, ValueError, OverflowError):  # not a number, or more than there is
         limit = timedelta(0)
     if limit <= timedelta(0):
         msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}. Pass None for the group's own."

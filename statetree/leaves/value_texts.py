@@ -26,6 +26,7 @@ from statetree.leaves.types.arrays import is_array
 from statetree.leaves.types.opaque import Rest
 from statetree.leaves.types.special import special_layout
 from statetree.spans.sums import piece_sums
+from statetree.tree.atoms import same_value
 
 #: What prints all that it is, without an address.
 _PRINTED: Final = frozenset({type(None), bool, int, str, bytes, bytearray, torch.dtype})
@@ -44,6 +45,14 @@ def value_text(value: Any, *, devices: bool = True) -> str:
     Without ``devices``, all of these are alike.
     """
     return _Texts(devices=devices).of(value)
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether plain values and objects are equal, and other values have other texts inside them, too.
+
+    What an object says of itself may leave out types (``1 == True``), signs of zeros, or how bytes are kept.
+    """
+    return same_value(a, b) and (a is b or value_text(a) == value_text(b))
 
 
 class _Texts:

@@ -125,6 +125,9 @@ def _unlike(place: str, pair: tuple[TreePlace, TreePlace]) -> Iterator[Finding]:
     if not is_same_type:
         sides = f"{type(one.value).__qualname__} against {type(other.value).__qualname__}"
         yield Finding(_aspect(one.value, other.value), f"type differs at {place}: {sides}")
+    elif one.facts.keys() != other.facts.keys():  # what cannot be taken apart equals itself alone
+        sides = f"{brief(one.value)} against {brief(other.value)}"
+        yield Finding(VALUES, f"object differs at {place}, only one can be taken apart: {sides}")
     unlike = [
         (name, aspect, fact, other.facts[name][1])
         for name, (aspect, fact) in one.facts.items()

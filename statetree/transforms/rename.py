@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from statetree.errors import TreeMismatch, shown
+from statetree.errors import TreeMismatch, check_iterable, shown
 from statetree.tree.flatten import flatten_for
 from statetree.tree.name_patterns import NamePattern, shown_capture
 from statetree.tree.renaming import located, renamed
@@ -41,6 +41,7 @@ class Renaming:
     """
 
     def __init__(self, rules: Mapping[str, str] | Iterable[tuple[str, str]]) -> None:
+        check_iterable("rename", "rules", rules, "pairs of patterns")
         pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or [isinstance(text, str) for text in pair] != [True, True]:

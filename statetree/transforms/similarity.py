@@ -22,12 +22,12 @@ from statetree.leaves.pairing import (
 )
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import object_ties
+from statetree.leaves.value_texts import equal_values
 from statetree.spans.bits import is_unreadable, safely_equal, same_bytes, without_elements
 from statetree.spans.columns import Columns
 from statetree.spans.element_differences import Tolerance, Unequal, tensor_difference
 from statetree.spans.overlaps import are_disjoint, conflicts, once
 from statetree.torch_internals import quietly
-from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, html_escaped, table
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def similarity(
         a: Any tree.
         b: Any tree.
         where: Which leaves are compared, as for ``select``: those that match in one of the trees.
-        values: Whether the elements of tensors must agree, bit by bit, and plain values in value. Otherwise plain
+        values: Whether the elements of tensors must agree, bit by bit, and plain values in value; objects must be
+            pickled alike, or be equal and hold values of the same types and bits. Otherwise plain
             values are compared by type (``1``, ``1.0`` and ``True`` differ), opaque objects by their classes and the
             dtypes and shapes of the tensors inside, and the report says so. Comparing elements takes a few megabytes.
         rtol: Floating-point and complex elements may differ by ``atol + rtol * max(abs(a), abs(b))``.
@@ -241,7 +242,7 @@ def _unpack_both(
         if values:
             same = _same_contexts(sides[0].recipe(position), sides[1].recipe(position))
             # Equal sets may have been filled in different orders, and then look different when taken apart.
-            if not same and (sides[0].parts_of(position) or not same_value(a, b)):
+            if not same and (sides[0].parts_of(position) or not equal_values(a, b)):
                 differ(index, "value", short_repr(a), short_repr(b))
 
 

@@ -37,14 +37,15 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
             of one class that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its
             result takes the place of all of them; where it returns what it was given, perhaps written to, each stays.
-            A stored tensor is read before, one that shares elements with others together with these.
+            A stored tensor is read before, and with it those that share elements with it, chosen or not.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
         A tree with fresh containers.
 
     Aliasing:
-        The other leaves are the tree's own, and the new ones are put in as they are.
+        The other leaves are the tree's own (but for stored tensors that share elements with one that is read), and the
+        new ones are put in as they are.
 
     Raises:
         TreeMismatch: If a glob or path matches nothing, or tensors share elements otherwise (another view, or a
@@ -66,13 +67,13 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         for index in chosen:
             result[index] = value_or_fn
         return cast("T", unflatten(spec, result))
+    tied = _tied_in_files(leaves, chosen)
+    given = [leaves[index] for index in tied]
+    copies = quietly(copied_leaves)("update", given, lambda: [spec.paths()[index] for index in tied])
+    for index, leaf in zip(tied, copies, strict=True):
+        result[index] = leaves[index] = leaf  # read together, so that they share elements
     keys = [_key(leaves[index]) for index in chosen]
     entangled = _entangled(spec, leaves, chosen, keys)
-    stored = [index for index in entangled if is_stored(leaves[index])]
-    given = [leaves[index] for index in stored]
-    copies = quietly(copied_leaves)("update", given, lambda: [spec.paths()[index] for index in stored])
-    for index, leaf in zip(stored, copies, strict=True):
-        result[index] = leaves[index] = leaf  # read together, so that they share elements
     read = reader(leaves[index] for index in chosen)
     made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
     for index, key in zip(chosen, keys, strict=True):
@@ -123,19 +124,34 @@ def _entangled(
     spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[int], keys: Sequence[Any]
 ) -> dict[int, Difference]:
     """Return the leaves that share elements with others, but not as the same view, each with one of these."""
-    rows: list[tuple[int, torch.Tensor]] = []
-    for place, index in enumerate(chosen):
-        leaf = leaves[index].outline if is_stored(leaves[index]) else leaves[index]
-        if isinstance(leaf, torch.Tensor):
-            with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
-                parts = unpack("update", [leaf], lambda: [Path()]).parts
-                rows += [(place, part) for part in parts if not part.is_meta and part.data_ptr()]
     paths = spec.paths()
     found: dict[int, Difference] = {}
-    for one, other in sharing(rows):
+    for one, other in _sharing([leaves[index] for index in chosen]):
         if keys[one] != keys[other]:
             index, shared = chosen[one], f"elements that it shares with {paths[chosen[other]]}"
             found.setdefault(index, Difference(paths[index], "memory", shared, "elements of its own, or the same view"))
     told = {key: found[index] for index, key in zip(chosen, keys, strict=True) if index in found}
     alike = {index: told[key] for index, key in zip(chosen, keys, strict=True) if key in told}  # the same views
     return {**alike, **found}
+
+
+def _sharing(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return, both ways round, which tensors among leaves share elements, by their positions."""
+    rows: list[tuple[int, torch.Tensor]] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
+                parts = unpack("update", [leaf], lambda: [Path()]).parts
+                rows += [(place, part) for part in parts if not part.is_meta and part.data_ptr()]
+    return sharing(rows)
+
+
+@quietly
+def _tied_in_files(leaves: Sequence[Any], chosen: Sequence[int]) -> list[int]:
+    """Return the stored tensors that share elements with others of which one is chosen, directly or through others."""
+    found = {index for index in chosen if is_stored(leaves[index])}
+    pairs = _sharing([leaf.outline if is_stored(leaf) else None for leaf in leaves]) if found else []
+    tied = {one for one, _ in pairs} & found
+    while more := {other for one, other in pairs if one in tied} - tied:
+        tied |= more
+    return sorted(tied)

@@ -8,11 +8,14 @@ import pathlib
 import re
 import types
 import weakref
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.errors import is_users_own
+
+if TYPE_CHECKING:
+    from collections.abc import Set
 
 
 class Hole(enum.Enum):
@@ -78,16 +81,24 @@ def same_value(a: object, b: object) -> bool:
     try:
         if isinstance(x, float):
             return bool(x.hex() == y.hex())
-        if type(x).__module__ == "decimal":  # as in 1.0 and 1.00, and NaN
+        if type(x).__module__ in ("decimal", "datetime"):  # as in 1.0 and 1.00, NaN, and an hour that comes twice
             return repr(x) == repr(y)
         if isinstance(x, complex):
             return same_value(x.real, y.real) and same_value(x.imag, y.imag)
         if isinstance(x, (tuple, list)):
             return len(x) == len(y) and all(map(same_value, x, y))
         if isinstance(x, dict):
-            return x.keys() == y.keys() and all(same_value(value, y[key]) for key, value in x.items())
+            return _same_members(x.keys(), y.keys()) and all(same_value(value, y[key]) for key, value in x.items())
+        if isinstance(x, (set, frozenset)):
+            return _same_members(x, y)
         return bool(x == y)
     except BaseException as error:  # total: whatever a user's __eq__ does, there is an answer
         if not is_users_own(error):
             raise
         return False
+
+
+def _same_members(x: Set[Any], y: Set[Any]) -> bool:
+    """Whether sets are equal, and each member is the same value in both."""
+    partners = {member: member for member in y}
+    return x == y and all(same_value(member, partners[member]) for member in x)

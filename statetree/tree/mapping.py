@@ -84,6 +84,7 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         >>> st.map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": [1, 2]})
         {'a': ['a.0=1', 'a.1=2']}
     """
+    check_function("map_with_path", "fn", fn)
     leaves, spec = flatten_for("map_with_path", tree)
     columns = [aligned("map_with_path", spec, leaves, other) for other in rest]
     return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))

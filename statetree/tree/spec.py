@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import TreeMismatch, TreeTooDeep
+from statetree.errors import TreeMismatch, TreeTooDeep, check_iterable
 from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import introduce, optree_structure
@@ -107,6 +107,7 @@ class TreeSpec:
         Raises:
             TreeMismatch: If the number of leaves is not that of the structure.
         """
+        check_iterable("unflatten", "leaves", leaves)
         values = list(leaves)
         if len(values) != self.num_leaves:
             raise TreeMismatch(

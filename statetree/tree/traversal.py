@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from statetree.errors import CyclicTree, TreeTooDeep, note_leaf
+from statetree.errors import CyclicTree, TreeTooDeep, check_function, note_leaf
 from statetree.key_paths import Attr, Path, render_key
 from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
 from statetree.tree.containers import Container
@@ -149,6 +149,8 @@ def traverse(
     In ``met`` containers that were met are noted, with their nodes, by their ids, which are theirs while they are held;
     one that appears again becomes a leaf, ``Repeated``. Mappings with keys that hold tensors become leaves.
     """
+    if is_leaf is not None:
+        check_function(verb, "is_leaf", is_leaf)
     leaves: list[Any] = []
     nodes: list[Node] = []
     emitted = 0  # how many leaves there were when the last node was finished

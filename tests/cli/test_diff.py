@@ -323,10 +323,19 @@ def test_repeated_elements_are_not_compared_one_by_one(tmp_path, statetree):
     assert statetree("show", "--stats", one).status == 0
 
 
-def test_a_tolerance_asks_for_values(tmp_path, statetree):
+def test_a_tolerance_is_for_values(tmp_path, statetree):
     paths = write({"w": torch.ones(1)}, tmp_path / "a.pt"), write({"w": torch.full((1,), 1.5)}, tmp_path / "b.pt")
     assert statetree("diff", "--no-values", *paths).status == 0
-    assert statetree("diff", "--no-values", "--rtol", "0.1", *paths).status == 1
+    assert statetree("diff", "--rtol", "0.1", *paths).status == 1
+    for option in ("--rtol", "--atol"):
+        ran = statetree("diff", "--no-values", option, "0.1", *paths)
+        assert (ran.status, "a tolerance is for values" in ran.err) == (2, True)
+
+
+def test_quiet_and_json_exclude_each_other(tmp_path, statetree):
+    path = write({"w": torch.ones(1)}, tmp_path / "a.pt")
+    ran = statetree("diff", "-q", "--json", path, path)
+    assert (ran.status, ran.out, "expected it without --json" in ran.err) == (2, "", True)
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "x"])

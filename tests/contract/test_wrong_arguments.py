@@ -14,6 +14,13 @@ TREE = {"a": torch.ones(2), "b": torch.ones(3)}
 WRONG: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "combine: fn cannot be called": (TypeError, lambda _: st.combine("mean", TREE)),
     "map_leaves: fn cannot be called": (TypeError, lambda _: st.map_leaves("mean", TREE)),
+    "map_with_path: fn cannot be called": (TypeError, lambda _: st.map_with_path(None, TREE)),
+    "flatten: is_leaf cannot be called": (TypeError, lambda _: st.flatten(TREE, is_leaf=3)),
+    "paths: is_leaf cannot be called": (TypeError, lambda _: st.paths(TREE, is_leaf=3)),
+    "unflatten: leaves cannot be 3": (TypeError, lambda _: st.unflatten(st.flatten(TREE)[1], 3)),
+    "rename: rules cannot be None": (TypeError, lambda _: st.rename(TREE, None)),
+    "gather: dst must name ranks .* got 3.5": (st.RankMismatch, lambda _: st.gather(TREE, dst=3.5)),
+    "gather: the timeout must be positive.*'x'": (ValueError, lambda _: st.gather(TREE, timeout="x")),
     "prepare: the verb cannot be called": (TypeError, lambda _: st.prepare("gather", TREE)),
     "chain: step 0 cannot be called": (TypeError, lambda _: st.chain("gather")),
     "from_flat: expected the flat dict": (TypeError, lambda _: st.from_flat("", st.to_flat(TREE)[1])),
@@ -51,3 +58,10 @@ def test_a_wrong_argument_is_named(said, tmp_path):
     error, call = WRONG[said]
     with pytest.raises(error, match=said):
         call(tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("group", [[], 3, "world"])
+def test_what_is_no_process_group_is_named(group):
+    with pytest.raises(TypeError, match="gather: group cannot be"):
+        st.gather(TREE, group=group)

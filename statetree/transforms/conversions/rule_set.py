@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.errors import Difference, TreeMismatch, unsignalled
+from statetree.errors import Difference, TreeMismatch, check_iterable, unsignalled
 from statetree.key_paths import Path
 from statetree.torch_internals import quietly
 from statetree.transforms.conversions.converted_leaves import LeafMaker, LeafPlan
@@ -270,8 +269,7 @@ def _path(name: str) -> Path:
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"Conversion: {argument} cannot be {given!r}: expected a list.")
+    check_iterable("Conversion", argument, given)
     return list(given)
 
 

@@ -211,6 +211,33 @@ def test_update_takes_no_stored_tensors_apart_that_share_elements(tmp_path):
     assert st.update(stored, "a", lambda leaf: leaf * 2)["a"].tolist() == [4, 6]
 
 
+@pytest.mark.parametrize("chosen", ["embed", "half", "*"])
+@pytest.mark.parametrize("fn", [lambda leaf: leaf, torch.neg, torch.neg_], ids=["same", "new", "written"])
+def test_update_keeps_the_ties_of_stored_tensors_that_it_keeps_in_memory(fn, chosen, tmp_path):
+    flat = torch.arange(6.0).view(2, 3)
+    state = {"embed": flat, "head": flat, "half": flat[1:], "alone": torch.arange(2.0)}
+    st.save(state, tmp_path / "tied.pt")
+
+    def updated(tree):
+        try:
+            return st.offload(st.update(tree, chosen, fn))
+        except st.TreeMismatch as error:
+            return str(error)
+
+    stored, expected = updated(st.files.open(tmp_path / "tied.pt")), updated(st.load(tmp_path / "tied.pt"))
+    assert_trees_equal(stored, expected)
+
+
+def test_update_leaves_stored_tensors_alone_that_share_nothing_with_what_is_chosen(tmp_path):
+    flat = torch.arange(6.0)
+    st.save({"a": flat[:4], "b": flat[2:4], "c": flat[4:]}, tmp_path / "tied.pt")
+    stored = st.files.open(tmp_path / "tied.pt")
+    found = st.update(stored, "b", lambda leaf: leaf)
+    assert found["c"] is stored["c"]
+    assert found["a"].add_(1).tolist() == [1, 2, 3, 4]
+    assert found["b"].tolist() == [3, 4]
+
+
 def test_a_step_of_a_chain_gets_tensors(tmp_path):
     stored = open_file(write({"v": bits(3), "w": bits(6)}, tmp_path / "a.safetensors"))
     seen = []

@@ -1,5 +1,8 @@
 """The assertions that users get notice what the judge of our own tests does, but for what stands in ``BEYOND``."""
 
+import threading
+import types
+
 import pytest
 import torch
 
@@ -157,3 +160,18 @@ def test_a_storage_that_was_freed_is_a_change_and_is_not_read():
     tree = {"w": torch.arange(100_000.0)}
     with pytest.raises(AssertionError, match=r"bytes below w changed"):
         assert_pure(lambda tree: tree["w"].untyped_storage().resize_(0), tree)
+
+
+class Job:
+    def __init__(self, rate, held=None):
+        self.rate = rate
+        self.held = held
+
+
+@pytest.mark.parametrize("make", [threading.Lock, lambda: (each for each in ()), lambda: types.MappingProxyType({})])
+def test_what_cannot_be_taken_apart_equals_nothing_that_can(make):
+    left, right = {"job": Job(0.1, make())}, {"job": Job(0.9)}
+    assert_trees_equal(left, left)
+    for one, other in ((left, right), (right, left)):
+        with pytest.raises(AssertionError, match="object differs at job, only one can be taken apart"):
+            assert_trees_equal(one, other)

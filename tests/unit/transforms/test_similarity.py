@@ -3,9 +3,11 @@
 import datetime
 import decimal
 import enum
+import fractions
 import math
 import re
 import signal
+import types
 from collections import OrderedDict, namedtuple
 from itertools import product
 
@@ -158,6 +160,31 @@ def test_equal_values_are_equal(make):
 def test_sets_have_no_order():
     assert both([{0, 8}], [{8, 0}], values=True)
     assert not both([{0, 8}], [{8, 1}], values=True)
+    zero, eight = fractions.Fraction(0), fractions.Fraction(8)
+    one, other = (types.SimpleNamespace(a=each) for each in ({zero, eight}, {eight, zero}))
+    assert both([one], [other], values=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array([0.0]), np.array([-0.0])),
+        (np.array([1], ">i4"), np.array([1], "<i4")),
+        (np.datetime64("2020", "Y"), np.datetime64("2020", "s")),
+        ({0.0}, {-0.0}),
+        ({1}, {True}),
+        ({(1, 2)}, {(1, 2.0)}),
+        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=True)),
+        (types.SimpleNamespace(a={1: 0}), types.SimpleNamespace(a={1.0: 0})),
+        (datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1, fold=1)),
+    ],
+    ids=repr,
+)
+def test_what_digests_tell_apart_differs_inside_of_objects_that_are_equal(one, other):
+    assert one == other
+    assert st.digest({"a": one}) != st.digest({"a": other})
+    assert st.delta({"a": one}, {"a": other}).changed == {"a": 1}
+    differs({"a": one}, {"a": other}, "value", "a", values=True)
 
 
 # Bytes
