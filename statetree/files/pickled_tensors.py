@@ -187,6 +187,12 @@ def _with_state(made: torch.Tensor, state: Any) -> torch.Tensor:
     return set_attributes(made, attributes)  # type: ignore[no-any-return]  # what it is given
 
 
+def _torch_size(numbers: Any) -> torch.Size:
+    # Any numbers of 64 bits: nothing is made of this one.
+    require(all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers), "a Size")
+    return torch.Size(numbers)
+
+
 def _device(kind: Any, *index: Any) -> torch.device:
     require(type(kind) is str and len(kind) <= 40, "a device")
     return torch.device(kind, *index)
@@ -205,7 +211,7 @@ _KNOWN: Final[dict[str, Known]] = {
     **{f"torch.{name}": Known(value=value) for name, value in vars(torch).items() if isinstance(value, _KINDS)},
     "torch.Tensor": Known(value=torch.Tensor),
     "torch.nn.parameter.Parameter": Known(value=torch.nn.Parameter),
-    "torch.Size": Known(lambda sizes: torch.Size(size_of(sizes))),
+    "torch.Size": Known(_torch_size),
     "torch.device": Known(_device),
     "torch._C.Generator": Known(_generator, takes_state=True),
     "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name if type(name) is str else ""]),

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from statetree.files.checkpoint import SaveOptions
 
-#: Never left to torch, which admits it: making one starts a process group.
-_REFUSED: Final = "torch.distributed.device_mesh.DeviceMesh"
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
 _ALIGNMENT: Final = 16
@@ -367,28 +365,6 @@ def is_loaded(value: Any) -> bool:
     except unsignalled(Exception):  # whatever it is, loading would raise it
         return False
     return True
-
-
-def read_value(data: bytes) -> Any:
-    """Return the value that ``torch.save`` wrote. Any exception says that it is damaged, or of a class not admitted.
-
-    What names other classes than are known here is left to ``torch.load(weights_only=True)``, which admits those that
-    the user named with ``torch.serialization.add_safe_globals``.
-    """
-    archive = TorchArchive(FileRange.of(data, "the value"))
-    value = archive.read()
-    if _REFUSED in archive.foreign:
-        raise BadPickle(f"Unsupported class {_REFUSED}")
-    return torch.load(io.BytesIO(data), weights_only=True) if archive.foreign else value
-
-
-def why_not_restorable(data: bytes) -> str:
-    """Say why a value that ``torch.save`` wrote does not come back by default; empty if it does."""
-    try:
-        read_value(data)
-    except unsignalled(Exception) as error:  # whatever it is, loading would raise it
-        return gist(error)
-    return ""
 
 
 def gist(error: Exception) -> str:

@@ -105,7 +105,7 @@ GEOMETRY = {
     ),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "makes a device of something else"),
-    "a size": (Raw(torch.Size, (2**63,)), "a size of"),
+    "a size": (Raw(torch.Size, (2**63,)), "makes a Size of something else"),
     "a bytearray": (Raw(bytearray, 2**40), "makes bytes of something else"),
     "a complex": (Raw(complex, "1" * 100, 2), "damaged (TypeError"),
     "by its class": (Raw(torch.nn.Parameter, tensor()), "makes a torch.nn.parameter.Parameter in an unknown way"),
