@@ -113,6 +113,10 @@ GEOMETRY = {
         Raw(torch._utils._rebuild_tensor_v3, Storage("0", 4), 0, (4,), (1,), False, {}, "f"),
         "a tensor without a dtype",
     ),
+    "of impossible strides on meta": (
+        Raw(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2,) * 30, (2**62,) * 30, False),
+        "a tensor of impossible strides",
+    ),
     "of no dtype on meta": (
         Raw(torch._utils._rebuild_meta_tensor_no_storage, "f", (4,), (1,), False),
         "a tensor without a dtype",
