@@ -11,6 +11,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
   ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.
 - ``state_entries``: the entries of a tree, with DCP's keys, and what is saved of each.
+  ``plain_values``: the values among them, read.
 - ``saved_structure``: a ``TreeSpec`` as text, and back.
 - ``data_writer``: the files that a rank writes, or links where they hold that already.
 - ``stored_directory``: directories as a format of ``statetree.files``; ``stored_parts``: leaves saved in parts.

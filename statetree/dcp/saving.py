@@ -30,6 +30,7 @@ from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.metadata import METADATA, StoredEntry
+from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.save_plan import Holdings, check_alike, check_keys, differing_values, planned
 from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.dcp.state_entries import (
@@ -47,7 +48,6 @@ from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
 from statetree.files.publishing import sync
-from statetree.files.torch_format import why_not_restorable
 from statetree.key_paths import Path
 from statetree.leaves.leaf_numbers import value_number
 from statetree.leaves.lowering import assumed_sums

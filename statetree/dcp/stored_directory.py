@@ -10,13 +10,14 @@ import torch
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.groups import is_first
 from statetree.dcp.metadata import METADATA
+from statetree.dcp.plain_values import NotAdmitted, read_value
 from statetree.dcp.saved_structure import read_structure
 from statetree.dcp.saving import write
 from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
 from statetree.errors import Difference, unsignalled
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
-from statetree.files.torch_format import gist, read_value
+from statetree.files.torch_format import gist
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
 
@@ -63,6 +64,10 @@ class DirectoryFormat(CheckpointFormat):
 
 
 FORMAT: Final = DirectoryFormat()
+_ADMIT: Final = (
+    "If you trust it, name the class with torch.serialization.add_safe_globals, or pass load weights_only=False; "
+    "skip_foreign=True opens the rest."
+)
 
 
 class _Directory:
@@ -107,14 +112,16 @@ class _Directory:
             if not self._files.weights_only:
                 return torch.load(io.BytesIO(data), weights_only=False)
             return read_value(data)
-        except unsignalled(Exception) as error:  # whatever it is, the value cannot be made
-            name = printable(gist(error))
-            is_of_a_class = "nsupported" in str(error) and "operand" not in str(error)  # and not damaged
-            if not self._skip_foreign or not is_of_a_class:
-                what = name.partition(". It is damaged")[0]  # an error of ours ends with the remedy, too
-                refuse(f"{self._path}: the entry {key!r}", f"the value cannot be read: {what}")
+        except NotAdmitted as error:
+            name = printable(str(error))
+            if not self._skip_foreign:
+                what = f"its value is of a class that is not loaded ({name})"
+                refuse(f"{self._path}: the entry {key!r}", what, _ADMIT)
             self.foreign[name] = None
             return StoredObject(name)
+        except unsignalled(Exception) as error:  # whatever it is, the value cannot be made
+            what = printable(gist(error)).partition(". It is damaged")[0]  # an error of ours ends with the remedy, too
+            refuse(f"{self._path}: the entry {key!r}", f"the value cannot be read: {what}")
 
     def _leaf(self, entry: SavedEntry, values: Mapping[str, Any]) -> Any:
         for key in entry.keys:

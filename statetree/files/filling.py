@@ -9,6 +9,7 @@ import torch
 from statetree.chunks.local import location_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, unsignalled
 from statetree.exchange.manifest import chunks_of
+from statetree.files.pickled_tensors import MAX_DIMS
 from statetree.files.stored import OutOfRange
 from statetree.files.two_threads import in_two_threads
 from statetree.leaves.location import located_error
@@ -113,7 +114,8 @@ def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
 
 
 def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
-    """Raise ``UnsupportedLeaf`` if a tensor has no memory, or not enough for its elements."""
+    """Raise ``UnsupportedLeaf`` if a tensor has no memory, not enough for its elements, or more dims than are read."""
+    check_dims(verb, tensor, path)
     if tensor.is_meta:
         refuse_leaf(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
     if is_zero_tensor(tensor):
@@ -123,6 +125,12 @@ def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
             refuse_leaf(verb, path, "one inside a function of torch.func (vmap, grad, functionalize)", "Leave that")
         held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
         refuse_leaf(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
+
+
+def check_dims(verb: str, tensor: torch.Tensor, path: Path) -> None:
+    """Raise ``UnsupportedLeaf`` if a tensor has more dims than are read from any file."""
+    if tensor.dim() > MAX_DIMS:
+        refuse_leaf(verb, path, f"one of {tensor.dim()} dims: at most {MAX_DIMS} are read", "Reshape it")
 
 
 def held_chunks(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks | None:

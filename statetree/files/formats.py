@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.declare import phase
-from statetree.errors import CheckpointError, unsignalled, with_checks
+from statetree.errors import CheckpointError, StateTreeError, unsignalled, with_checks
 from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
@@ -102,9 +102,18 @@ def opened(
         if found is None:
             expected = ", ".join(f"a {known.title}" for known in _formats())
             refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
-        return found.open(checkpoint, files, skip_foreign=skip_foreign)
+        made: Any = found.open(checkpoint, files, skip_foreign=skip_foreign)
+    except StateTreeError:
+        raise
     except unsignalled(OSError) as error:
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+    except unsignalled(Exception) as error:  # formats are users' code, too
+        what = f"the format {type(found).__qualname__} cannot read it: {type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"read: {checkpoint}: {what}. Check the file, and the format.") from error
+    if not isinstance(made, OpenedCheckpoint):
+        what = f"open of the format {type(found).__qualname__} returned a {type(made).__qualname__}"
+        raise TypeError(f"read: {checkpoint}: {what}: expected an OpenedCheckpoint.")
+    return made
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
@@ -252,7 +261,11 @@ def save(
         if is_together and not by_all and ranks.rank:
             return []
         with phase("save.write"):
-            return with_checks(found.write, tree, folder, target.name, options)
+            names: Any = with_checks(found.write, tree, folder, target.name, options)
+        if not isinstance(names, list) or not all(isinstance(n, str) and (folder / n).is_file() for n in names):
+            what = f"write of the format {type(found).__qualname__} returned {names!r}"
+            raise TypeError(f"save: {what}: expected a list of the names of the files that it wrote.")
+        return names
 
     together: Together = partial(on_all_ranks, "save", ranks) if is_together else call_alone
     named = [protected] if isinstance(protected, (str, os.PathLike)) else protected

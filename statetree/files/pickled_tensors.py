@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LARGEST: Final = 2**62
-_MAX_DIMS: Final = 64
+#: As many as torch's own kernels take.
+MAX_DIMS: Final = 64
 _UTILS: Final = "torch._utils."
 _KINDS: Final = (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)
 _LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
@@ -34,14 +35,19 @@ def find(name: str) -> Known | None:
     return _KNOWN.get(name) or (Known() if name in storage_dtypes() else pickled_values.find(name))
 
 
-def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
+def size_of(value: Any) -> tuple[int, ...]:
     """Return a size out of a file."""
-    if type(value) not in (tuple, list, torch.Size) or len(value) > _MAX_DIMS:
+    size = _numbers(value, "a size")
+    if math.prod(size) > _LARGEST:
+        raise BadPickle(f"it has the impossible size {reprlib.repr(size)}")
+    return size
+
+
+def _numbers(value: Any, what: str) -> tuple[int, ...]:
+    if type(value) not in (tuple, list, torch.Size) or len(value) > MAX_DIMS:
         raise BadPickle(f"it has something else where {what} is expected")
     if not all(type(part) is int and 0 <= part <= _LARGEST for part in value):
         raise BadPickle(f"it has {what} of {reprlib.repr(value)}")
-    if math.prod(value) > _LARGEST:
-        raise BadPickle(f"it has the impossible size {reprlib.repr(tuple(value))}")
     return tuple(value)
 
 
@@ -64,7 +70,7 @@ def storages(memory: Callable[[str, int, int], torch.UntypedStorage]) -> Callabl
             raise BadPickle("it refers to a storage without a class or a key")
         if any(more is not None for more in pid[5:]):  # torch before 0.4
             raise BadPickle("it refers to a part of a storage")
-        (numel,) = size_of([count], "a number of elements")
+        (numel,) = _numbers([count], "a number of elements")
         return _typed(memory(key, numel, dtype.itemsize), dtype)
 
     return storage
@@ -83,8 +89,8 @@ def _untyped(storage: Any) -> torch.UntypedStorage:
 def _view(storage: Any, offset: Any, size: Any, stride: Any) -> tuple[torch.UntypedStorage, int, Sequence[int], Any]:
     """Return the memory, offset, shape and strides of a tensor that lies in its storage."""
     memory, itemsize = _untyped(storage), storage.dtype.itemsize
-    shape, steps = size_of(size), size_of(stride, "strides")
-    (start,) = size_of([offset], "an offset")
+    shape, steps = size_of(size), _numbers(stride, "strides")
+    (start,) = _numbers([offset], "an offset")
     if len(shape) != len(steps):
         raise BadPickle("it has a tensor with more dims than strides, or fewer")
     need = start * itemsize + extent_bytes(shape, steps, itemsize)
@@ -160,8 +166,10 @@ def _strided(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
-    geometry = size_of(size), size_of(stride, "strides")
-    return torch.empty_strided(*geometry, dtype=_dtype(dtype), device="meta", requires_grad=bool(requires_grad))
+    shape, steps = size_of(size), _numbers(stride, "strides")
+    if len(shape) != len(steps) or extent_bytes(shape, steps, 1) > _LARGEST:  # torch multiplies numbers of 64 bits
+        raise BadPickle(f"it has a tensor of impossible strides {reprlib.repr(steps)}")
+    return torch.empty_strided(shape, steps, dtype=_dtype(dtype), device="meta", requires_grad=bool(requires_grad))
 
 
 def _parameter(inner: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> torch.Tensor:
@@ -187,6 +195,12 @@ def _with_state(made: torch.Tensor, state: Any) -> torch.Tensor:
     return set_attributes(made, attributes)  # type: ignore[no-any-return]  # what it is given
 
 
+def _torch_size(numbers: Any) -> torch.Size:
+    # Any numbers of 64 bits: nothing is made of this one.
+    require(all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers), "a Size")
+    return torch.Size(numbers)
+
+
 def _device(kind: Any, *index: Any) -> torch.device:
     require(type(kind) is str and len(kind) <= 40, "a device")
     return torch.device(kind, *index)
@@ -205,7 +219,7 @@ _KNOWN: Final[dict[str, Known]] = {
     **{f"torch.{name}": Known(value=value) for name, value in vars(torch).items() if isinstance(value, _KINDS)},
     "torch.Tensor": Known(value=torch.Tensor),
     "torch.nn.parameter.Parameter": Known(value=torch.nn.Parameter),
-    "torch.Size": Known(lambda sizes: torch.Size(size_of(sizes))),
+    "torch.Size": Known(_torch_size),
     "torch.device": Known(_device),
     "torch._C.Generator": Known(_generator, takes_state=True),
     "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name if type(name) is str else ""]),

@@ -18,7 +18,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.files.unpickling import BadPickle, Known, StoredObject, shallow
+from statetree.files.unpickling import BadPickle, ForeignValue, Known, StoredObject, shallow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +55,8 @@ def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
         own, standard = (getattr(each._missing_, "__func__", None) for each in (cls, enum.Flag))
         if own is standard and cls.__new__ is enum.Flag.__new__:  # combinations are made by Python's own code
             return cls(value)
-    raise BadPickle(f"it has a value that no member of {cls.__qualname__} has")
+    # One of a later version of the class, or one that its own code makes.
+    raise ForeignValue(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _encoded(text: Any = b"", codec: Any = "latin1") -> bytes:
@@ -101,17 +102,18 @@ def _numpy() -> Any:
     try:
         import numpy as np
     except ImportError:
-        raise BadPickle("it has values of NumPy, which is not installed") from None
+        raise ForeignValue("numpy, which is not installed") from None
     return np
 
 
-_DTYPE: Final = re.compile(r"[?biufcSUV]\d{0,9}")
+_DTYPE: Final = re.compile(r"[?biufcSUVOMm]\d{0,9}")
 
 
 def _dtype(state: Any, text: Any, *_flags: Any) -> Any:
     _version, order, *parts = state[:5]
     require(_DTYPE.fullmatch(text) and order in ("<", ">", "|", "="), "a dtype")
-    require(parts == [None, None, None] and len(state) == 8, "a dtype of simple values")  # no fields, no units of time
+    if text[0] in "OMm" or parts != [None, None, None] or len(state) != 8:  # addresses, units of time, fields
+        raise ForeignValue(f"numpy.dtype({text!r})")
     return _numpy().dtype(f"{order}{text}")
 
 

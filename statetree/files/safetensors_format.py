@@ -17,6 +17,7 @@ import torch
 from statetree.errors import CheckpointError, shown, unsignalled
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAMES, file_in, read_index, read_json
+from statetree.files.pickled_tensors import MAX_DIMS
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
 from statetree.files.untrusted import is_text, printable, refuse
@@ -153,7 +154,7 @@ def _place(file: FileRange, key: str, entry: Any) -> tuple[torch.dtype, list[int
         is_sound = isinstance(stated, list) and all(type(part) is int and part >= 0 for part in [*stated, begin, stop])
     except unsignalled(KeyError, TypeError, ValueError):
         refuse(file.path, f"the header of the tensor {key!r} is damaged")
-    if not is_sound or len(stated) > 64 or (0 in stated and math.prod([part for part in stated if part]) > 2**62):
+    if not is_sound or len(stated) > MAX_DIMS or (0 in stated and math.prod([part for part in stated if part]) > 2**62):
         refuse(file.path, f"the header of the tensor {key!r} has an impossible shape or offset")
     if dtype is None:
         refuse(file.path, f"the tensor {key!r} has the dtype {str(name)[:20]!r}, which torch does not have")
@@ -194,6 +195,8 @@ def _why_not(key: str, leaf: Any) -> str:
         return "a tensor of several parts, or without elements"
     if outline is not leaf and leaf.is_repetitive:
         return "a view that repeats its elements, which would be written one by one"
+    if outline.dim() > MAX_DIMS:
+        return f"a tensor of {outline.dim()} dims: at most {MAX_DIMS} are read"
     if outline.dtype not in _NAME_OF:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
     has_no_memory = outline is leaf and (outline.is_meta or not holds_memory(outline))

@@ -17,9 +17,9 @@ from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, Unsupport
 from statetree.exchange.manifest import is_strided
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
-from statetree.files.filling import check_elements
+from statetree.files.filling import check_dims, check_elements
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
-from statetree.files.pickled_tensors import find, storages
+from statetree.files.pickled_tensors import MAX_DIMS, find, storages
 from statetree.files.ranges import FileRange, OpenFiles
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor
@@ -27,6 +27,7 @@ from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_mem
 from statetree.files.unpickling import BadPickle, StoredObject, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.leaves.parts import unpack
+from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
+    from statetree.tree.spec import TreeSpec
 
-#: Never left to torch, which admits it: making one starts a process group.
-_REFUSED: Final = "torch.distributed.device_mesh.DeviceMesh"
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
 _ALIGNMENT: Final = 16
@@ -259,9 +259,8 @@ class TorchFormat(CheckpointFormat):
         tree = whole_tensors(tree)
         leaves, spec = flatten(tree)
         for index, leaf in enumerate(leaves):
-            parts = _parts_of(leaf) if isinstance(leaf, torch.Tensor) else ()
-            for part in [part for part in parts if not holds_memory(part)]:  # torch writes what nobody can read
-                check_elements("save", part, spec.paths()[index])
+            if isinstance(leaf, torch.Tensor):
+                _check_readable(leaf, spec, index)
         try:
             save_as(offload(tree) if _is_loose(leaves) else tree, folder / name)
         except (CheckpointError, OSError):
@@ -284,6 +283,18 @@ class TorchFormat(CheckpointFormat):
         return [name]
 
 
+def _check_readable(leaf: torch.Tensor, spec: TreeSpec, index: int) -> None:
+    """Raise ``UnsupportedLeaf`` if a leaf is what torch writes, and nobody can read."""
+    if leaf.dtype in QUANTIZED:  # of which some pack several numbers into a byte
+        unpack("save", [leaf], lambda: [spec.paths()[index]])
+    parts = _parts_of(leaf)
+    if parts and leaf.dim() > MAX_DIMS:
+        check_dims("save", leaf, spec.paths()[index])
+    for part in parts:
+        if not holds_memory(part):
+            check_elements("save", part, spec.paths()[index])
+
+
 def _may_be_foreign(leaves: Sequence[Any]) -> bool:
     """Whether torch.load may make what nothing here does: users have it admit classes, and torch jagged tensors."""
     if any(isinstance(leaf, torch.Tensor) and leaf.layout is torch.jagged for leaf in leaves):
@@ -304,14 +315,24 @@ def _foreign(path: Path) -> list[str]:
 def _culprit(tree: Any, refused: str = "") -> str:
     """Return which value of a tree that was refused is refused by itself, for a message; ``refused`` names classes."""
     leaves, spec = flatten(tree)
-    for visit in spec.walk():
-        if visit.cls is not None and f"{visit.cls.__module__}.{visit.cls.__qualname__}" in refused.split(", "):
-            return f"{visit.cls.__qualname__} at {visit.path or '<root>'}"
-    tensors_last = sorted(zip(spec.paths(), leaves, strict=True), key=lambda pair: isinstance(pair[1], torch.Tensor))
-    for path, leaf in tensors_last:
-        if not is_loaded(leaf):
-            return f"leaf at {path or '<root>'} ({type(leaf).__qualname__})"
-    return "tree"
+
+    def refused_leaf(*, is_tensor: bool) -> str:
+        some = [
+            pair for pair in zip(spec.paths(), leaves, strict=True) if isinstance(pair[1], torch.Tensor) is is_tensor
+        ]
+        found = next((pair for pair in some if not is_loaded(pair[1])), None)
+        return "" if found is None else f"leaf at {found[0] or '<root>'} ({type(found[1]).__qualname__})"
+
+    def refused_container() -> str:
+        for visit in spec.walk():
+            cls = visit.cls
+            # Not a builtin one: a defaultdict names what it makes.
+            if cls and cls.__module__ != "builtins" and f"{cls.__module__}.{cls.__qualname__}" in refused.split(", "):
+                return f"{cls.__qualname__} at {visit.path or '<root>'}"
+        return ""
+
+    # A leaf first: what it holds can be of a class that a container has, too. Trying tensors takes long.
+    return refused_leaf(is_tensor=False) or refused_container() or refused_leaf(is_tensor=True) or "tree"
 
 
 def _is_loose(leaves: Sequence[Any]) -> bool:
@@ -367,28 +388,6 @@ def is_loaded(value: Any) -> bool:
     except unsignalled(Exception):  # whatever it is, loading would raise it
         return False
     return True
-
-
-def read_value(data: bytes) -> Any:
-    """Return the value that ``torch.save`` wrote. Any exception says that it is damaged, or of a class not admitted.
-
-    What names other classes than are known here is left to ``torch.load(weights_only=True)``, which admits those that
-    the user named with ``torch.serialization.add_safe_globals``.
-    """
-    archive = TorchArchive(FileRange.of(data, "the value"))
-    value = archive.read()
-    if _REFUSED in archive.foreign:
-        raise BadPickle(f"Unsupported class {_REFUSED}")
-    return torch.load(io.BytesIO(data), weights_only=True) if archive.foreign else value
-
-
-def why_not_restorable(data: bytes) -> str:
-    """Say why a value that ``torch.save`` wrote does not come back by default; empty if it does."""
-    try:
-        read_value(data)
-    except unsignalled(Exception) as error:  # whatever it is, loading would raise it
-        return gist(error)
-    return ""
 
 
 def gist(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Pickles of files that are not trusted: nothing that they name is imported, called or returned.
 
 A name stands for what is known of it: a value, or a function that checks what it is given. A name that is not known
-stands for a ``StoredObject``, and so does all that is made of one. No instruction sets items or attributes of anything
-but containers that are known, and no key is hashed before it is known to be shallow, since C code hashes tuples by
-calling itself without a check of the stack.
+stands for a ``StoredObject``, and so does all that is made of one, or of what was. No instruction sets items or
+attributes of anything but containers that are known, and no key is hashed before it is known to be shallow, since C
+code hashes tuples by calling itself without a check of the stack.
 
 Time and memory are not bounded: a pickle that is made for it can cost any amount of both.
 """
@@ -25,11 +25,15 @@ _DEEPEST_KEY: Final = 100
 #: Python frees a defaultdict in another one by calling itself.
 _MAX_DEFAULTDICTS: Final = 10_000
 #: Instructions that call or find what a pickle says in another way than those below.
-_LEFT_OUT: Final = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.DICT)
+_LEFT_OUT: Final = (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.DICT)
 
 
 class BadPickle(Exception):
     """A pickle is damaged, or holds what cannot be made."""
+
+
+class ForeignValue(Exception):
+    """A value is well-formed, but of a kind that is not made. The text names it, as a class that is not known."""
 
 
 class StoredObject:
@@ -102,10 +106,22 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
         return self._storage(*(pid if type(pid) is tuple else (pid,)))
 
     def load_call(self) -> None:
-        args = self.stack.pop()
-        if id(self.stack[-1]) not in self._known:
-            raise BadPickle(f"it calls what is no name, but a {type(self.stack[-1]).__name__}")
-        name, known = self._known[id(self.stack[-1])]
+        self._call(self.stack.pop())
+
+    def load_newobj_ex(self) -> None:
+        named, args = self.stack.pop(), self.stack.pop()
+        self._call(args, takes_names=bool(named))
+
+    def _call(self, args: Any, *, takes_names: bool = False) -> None:
+        called = self.stack[-1]
+        if isinstance(called, _NotMade):  # a method of a class that is not known, say
+            self.stack[-1] = _NotMade(called.name)
+            return
+        if id(called) not in self._known:
+            raise BadPickle(f"it calls what is no name, but a {type(called).__name__}")
+        name, known = self._known[id(called)]
+        if known is not None and takes_names:
+            raise BadPickle(f"it makes a {name} in an unknown way")
         if known is not None and known.takes_state:
             self.stack[-1] = _Unfinished(name, known, args)
         else:
@@ -120,6 +136,9 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
             made = known.make(*args)
         except CheckpointError:  # a file that changed meanwhile
             raise
+        except ForeignValue as foreign:
+            self.foreign[str(foreign)] = None
+            return _NotMade(name)
         except unsignalled(Exception) as error:  # what only an object that is not loaded holds is not needed
             self.failures.append(error)
             return _NotMade(name)
@@ -187,6 +206,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
         {
             pickle.REDUCE[0]: load_call,
             pickle.NEWOBJ[0]: load_call,
+            pickle.NEWOBJ_EX[0]: load_newobj_ex,
             pickle.BUILD[0]: load_build,
             pickle.SETITEM[0]: load_setitem,
             pickle.SETITEMS[0]: load_setitems,

@@ -73,7 +73,8 @@ def test_awkward_trees_come_out_as_torch_loads_them(tree, tmp_path, statetree):
             return
         if statetree("show", source).status == 2:  # jagged tensors, wrappers of classes that torch was told to trust
             return
-        if "not loaded" in statetree("show", source).err:  # torch was told, by imports, to trust more than it does
+        # Torch was told, by imports, to trust more than statetree does; or nothing gives back what it wrote.
+        if "not loaded" in statetree("show", source).err or tree.refused == "quint4x2":
             assert statetree("convert", source, tmp_path / "b.pt").status == 2
             assert not (tmp_path / "b.pt").exists()
             return

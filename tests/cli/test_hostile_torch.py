@@ -105,13 +105,17 @@ GEOMETRY = {
     ),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "makes a device of something else"),
-    "a size": (Raw(torch.Size, (2**63,)), "a size of"),
+    "a size": (Raw(torch.Size, (2**63,)), "makes a Size of something else"),
     "a bytearray": (Raw(bytearray, 2**40), "makes bytes of something else"),
     "a complex": (Raw(complex, "1" * 100, 2), "damaged (TypeError"),
     "by its class": (Raw(torch.nn.Parameter, tensor()), "makes a torch.nn.parameter.Parameter in an unknown way"),
     "of no dtype": (
         Raw(torch._utils._rebuild_tensor_v3, Storage("0", 4), 0, (4,), (1,), False, {}, "f"),
         "a tensor without a dtype",
+    ),
+    "of impossible strides on meta": (
+        Raw(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2,) * 30, (2**62,) * 30, False),
+        "a tensor of impossible strides",
     ),
     "of no dtype on meta": (
         Raw(torch._utils._rebuild_meta_tensor_no_storage, "f", (4,), (1,), False),

@@ -16,6 +16,7 @@ import random
 import types
 import uuid
 import zipfile
+import zoneinfo
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import statetree
 from statetree import dcp
-from statetree.files.torch_format import read_value, why_not_restorable
+from statetree.dcp.plain_values import read_value, why_not_restorable
 
 
 class Color(enum.Enum):
@@ -84,6 +85,7 @@ VALUES = {
     "a SimpleNamespace": types.SimpleNamespace(a=1),
     "a tuple of these": (1, Color.RED, np.float64(3)),
     "a Size": torch.Size([2, 3]),
+    "a Size of any numbers": torch.Size([-1, *[1] * 70, 1 << 62, 1 << 62]),
     "a dtype of torch": torch.bfloat16,
     "a device": torch.device("cpu"),
     "a layout": torch.sparse_coo,
@@ -172,6 +174,69 @@ def test_the_rest_is_warned_of_at_once(value, tmp_path):
         assert len(caught) == 1
     with pytest.raises(statetree.CheckpointError, match=r"(plain value at|the entry) '?deep\.0\.x.* cannot be read"):
         statetree.load(tmp_path / "a")
+
+
+class Drawn:
+    """Pickled as a call of a class method."""
+
+    @classmethod
+    def of(cls, _number):
+        return cls()
+
+    def __reduce__(self):
+        return Drawn.of, (1,)
+
+
+class Retired(enum.Enum):
+    """Has lost a member since it was saved."""
+
+    KEPT = 1
+
+    def __reduce_ex__(self, _protocol):
+        return Retired, (7,)
+
+
+UNKNOWN = {
+    "times": np.array(["2020"], "M8[s]"),
+    "a time": np.timedelta64(1, "s"),
+    "a dtype": np.dtype("M8[s]"),
+    "objects": np.array([None, 1]),
+    "fields": np.zeros(2, [("a", "f4")]),
+    "a time zone": datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "a class method": Drawn(),
+    "a lost member": Retired.KEPT,
+}
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+@pytest.mark.parametrize("suffix", ["", ".pt"], ids=["directory", "torch file"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_one_value_that_is_not_made_leaves_the_rest_readable(name, suffix, tmp_path):
+    state, path = {"v": UNKNOWN[name], "w": torch.arange(2.0)}, tmp_path / f"c{suffix}"
+    (torch if suffix else statetree).save(state, path)
+    assert statetree.load(path, where="w")["w"].tolist() == [0, 1]
+    assert statetree.load(path, {"w": torch.zeros(2)}, strict=False)["w"].tolist() == [0, 1]
+    opened = statetree.files.open(path, skip_foreign=True)
+    assert isinstance(opened["v"], statetree.files.StoredObject)
+    for load in (statetree.load, statetree.files.open):
+        with pytest.raises(statetree.CheckpointError, match=r"If you trust it") as refused:
+            load(path)
+        assert "damaged" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+def test_a_checkpointer_restores_what_lies_beside_a_value_that_is_not_made(tmp_path):
+    with statetree.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"v": UNKNOWN["times"], "w": torch.arange(2.0)})
+        assert checkpointer.restore({"w": torch.zeros(2)}, strict=False)["w"].tolist() == [0, 1]
+
+
+def test_what_torch_admits_is_loaded(tmp_path):
+    core = np._core.multiarray
+    admitted = [core._reconstruct, core.scalar, np.ndarray, np.dtype, np.dtypes.DateTime64DType]
+    with torch.serialization.safe_globals(admitted):
+        statetree.save({"v": UNKNOWN["times"]}, tmp_path)
+        assert np.array_equal(statetree.load(tmp_path)["v"], UNKNOWN["times"])
 
 
 def test_classes_that_the_user_named_are_not_warned_of(tmp_path):

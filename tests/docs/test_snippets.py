@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import statetree
+from statetree.files import formats
 from tests.docs.snippets import Page, Script
 from tests.ranks import close_ranks
 
@@ -156,3 +158,24 @@ def test_a_block_goes_into_a_file_of_its_own_where_the_text_above_it_says_so(tmp
 def test_ranks_and_classes_are_not_for_the_prompt(tmp_path):
     blocks = ["from statetree.testing import run_ranks\n", "class A:\n    pass\n", "import torch\n"]
     assert [_scripts(tmp_path, block)[0].can_be_typed() for block in blocks] == [False, False, True]
+
+
+def test_the_format_of_a_page_holds_what_it_says(tmp_path, monkeypatch):
+    """Strided views and parameters as tensors; the rest is refused by its name."""
+    page = (ROOT / "docs/howto/file_format.md").read_text()
+    code = page.partition("```python\n")[2].partition("st.files.register_format")[0]
+    space = {}
+    exec(code, space)
+    monkeypatch.setattr(formats, "_FORMATS", [space["Npz"](), *formats._FORMATS])
+    numbers = torch.arange(6.0).view(2, 3)
+    for name in ("a.npz", "B.NPZ"):
+        statetree.save({"a": {"view": numbers.t(), "parameter": torch.nn.Parameter(numbers)}}, tmp_path / name)
+        loaded = statetree.load(tmp_path / name)
+        assert torch.equal(loaded["a.view"], numbers.t())
+        assert torch.equal(loaded["a.parameter"], numbers)
+    for value in (3, "x", numbers.bfloat16(), numbers.to_sparse()):
+        with pytest.raises(statetree.CheckpointError, match=r"an \.npz file cannot hold a\.odd: "):
+            statetree.save({"a": {"odd": value}}, tmp_path / "c.npz")
+    (tmp_path / "c.npz").write_bytes(b"no zip")
+    with pytest.raises(statetree.CheckpointError, match=r"c\.npz: the format Npz cannot read it: BadZipFile"):
+        statetree.load(tmp_path / "c.npz")

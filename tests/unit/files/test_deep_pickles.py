@@ -33,7 +33,7 @@ READ = """
 import sys
 from pathlib import Path
 import statetree as st
-from statetree.files.torch_format import why_not_restorable
+from statetree.dcp.plain_values import why_not_restorable
 
 try:
     st.files.open(sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -65,10 +66,15 @@ def test_every_verb_reads_what_torch_loads(state, tmp_path):
 def test_what_no_verb_takes_apart_is_shown_and_refused_with_its_path(tmp_path):
     scales = torch.ones(2)
     packed = torch.quantize_per_channel(torch.ones(2, 4), scales, scales, 0, torch.quint4x2)
-    st.save({"x": {"packed": packed}}, tmp_path / "a.pt")
+    torch.save({"x": {"packed": packed}}, tmp_path / "a.pt")
     stored = st.files.open(tmp_path / "a.pt")
     assert st.flatten(stored)[0][0].nbytes == packed.nbytes
-    for verb in (st.offload, st.digest, lambda tree: st.load(tmp_path / "a.pt")):
+    for verb in (
+        st.offload,
+        st.digest,
+        lambda _: st.load(tmp_path / "a.pt"),
+        lambda tree: st.save(tree, tmp_path / "b.pt"),
+    ):
         with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at x\.packed has the dtype torch\.quint4x2"):
             verb(stored)
 
@@ -472,6 +478,68 @@ def test_other_formats_can_be_registered(tmp_path):
         assert open_file(tmp_path / "x.txt") == {"a": None, "b": None}
     finally:
         _FORMATS.pop(0)
+
+
+class Careless(CheckpointFormat):
+    """Returns and raises what it is told to."""
+
+    suffixes = (".careless",)
+
+    def __init__(self, told):
+        self.told = told
+
+    def open(self, path, files, *, skip_foreign):
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+    def write(self, tree, folder, name, options):
+        (folder / name).write_text("x")
+        return self.told
+
+
+@pytest.fixture
+def careless(request):
+    register_format(Careless(request.param))
+    yield
+    _FORMATS.pop(0)
+
+
+@pytest.mark.parametrize("careless", [None, "a.careless", ["../a"], ["other"], [1]], indirect=True)
+@pytest.mark.usefixtures("careless")
+def test_a_format_that_writes_other_files_than_it_says_is_named(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"^save: write of the format Careless returned .*: expected a list of the names"
+    ):
+        st.save({"a": 1}, tmp_path / "a.careless")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("careless", [None, 3, {}], indirect=True)
+@pytest.mark.usefixtures("careless")
+def test_a_format_that_opens_something_else_is_named(tmp_path):
+    (tmp_path / "a.careless").write_text("x")
+    for load in (open_file, st.load):
+        with pytest.raises(
+            TypeError, match=r"open of the format Careless returned a \w+: expected an OpenedCheckpoint"
+        ):
+            load(tmp_path / "a.careless")
+
+
+@pytest.mark.parametrize(
+    "careless", [zipfile.BadZipFile("no zip"), KeyError("x"), CheckpointError("no zip")], indirect=True
+)
+@pytest.mark.usefixtures("careless")
+def test_what_a_format_raises_names_the_file(tmp_path, careless):
+    (tmp_path / "a.careless").write_text("x")
+    told = _FORMATS[0].told
+    what = (
+        r"^no zip$"
+        if isinstance(told, CheckpointError)
+        else rf"a\.careless: the format Careless .*{type(told).__name__}: "
+    )
+    with pytest.raises(CheckpointError, match=what):
+        st.load(tmp_path / "a.careless")
 
 
 def test_a_stored_tensor_says_what_it_is(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import os
@@ -85,6 +86,64 @@ def test_a_container_that_torch_does_not_load_is_named_with_its_path(tmp_path):
     state = {"a": [{"w": torch.ones(2), "queue": deque([torch.ones(2)])}]}
     with pytest.raises(st.CheckpointError, match=r"save: the deque at a\.0\.queue holds what .* collections\.deque"):
         st.save(state, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"w": torch.ones(2), "d": collections.defaultdict(list)}], ids=["alone", "more"]
+)
+def test_a_leaf_is_named_before_the_containers_around_it(others, tmp_path):
+    """An optimizer's pickle names dict and defaultdict, too."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(
+        st.CheckpointError, match=r"save: the leaf at a\.m \(SGD\) holds what .* torch\.optim\.sgd\.SGD"
+    ):
+        st.save({"a": {"m": optimizer}, **others}, tmp_path / "a.pt")
+
+
+def test_a_container_is_named_before_the_builtin_ones_around_it(tmp_path):
+    state = {"a": [collections.UserDict(b=deque([1])), collections.defaultdict(dict, b={"w": torch.ones(2)})]}
+    with pytest.raises(st.CheckpointError, match=r"save: the leaf at a\.0 \(UserDict\) holds what"):
+        st.save(state, tmp_path / "a.pt")
+    with pytest.raises(st.CheckpointError, match=r"save: the defaultdict at a\.0 holds what .*builtins\.dict"):
+        st.save({"a": state["a"][1:]}, tmp_path / "a.pt")
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized|TypedStorage)")
+def test_numbers_of_less_than_a_byte_are_refused_with_their_path(tmp_path):
+    scales, zeros = torch.rand(4), torch.zeros(4)
+    packed = torch.quantize_per_channel(torch.arange(24.0).view(4, 6), scales, zeros, 0, torch.quint4x2)
+    for name in ("a.pt", "a"):
+        with pytest.raises(
+            st.UnsupportedLeaf, match=r"save: the leaf at a\.q has the dtype torch\.quint4x2, which packs"
+        ):
+            st.save({"a": {"q": packed}, "w": torch.ones(2)}, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a"])
+@pytest.mark.parametrize("cls", [torch.Tensor, torch.nn.Parameter])
+def test_more_dims_than_are_read_are_refused_with_their_path(name, cls, tmp_path):
+    def state(num_dims):
+        return {"a": {"x": torch.arange(2.0).view([1] * (num_dims - 1) + [2]).as_subclass(cls)}}
+
+    with pytest.raises(st.StateTreeError, match=r"(?s)save: .*\ba\.x: .* of 65 dims: at most 64 are read"):
+        st.save(state(65), tmp_path / name)
+    st.save(state(64), tmp_path / name)
+    assert st.load(tmp_path / name, state(64))["a"]["x"].flatten().tolist() == [0, 1]
+
+
+def test_strides_may_have_any_product(tmp_path):
+    """Each is the product of the sizes after it: theirs is far larger than the tensor."""
+    tensor = torch.arange(4096.0).view([2] * 12)
+    st.save({"x": tensor, "meta": tensor.to("meta")}, tmp_path / "a.pt")
+    stored = st.files.open(tmp_path / "a.pt")
+    assert torch.equal(stored["x"].read(), tensor)
+    assert stored["meta"].shape == tensor.shape
+
+
+def test_a_sparse_tensor_of_more_dims_than_are_read_is_refused(tmp_path):
+    with pytest.raises(st.UnsupportedLeaf, match=r"save: .* at a\.x: .* of 65 dims: at most 64 are read"):
+        st.save({"a": {"x": torch.ones([1] * 65).to_sparse()}}, tmp_path / "a.pt")
 
 
 def freed():

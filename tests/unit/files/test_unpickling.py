@@ -2,12 +2,15 @@
 
 import collections
 import copyreg
+import datetime
 import os
 import pickle
 import subprocess
 import sys
+import zoneinfo
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from statetree.files import pickled_values
@@ -65,6 +68,70 @@ def test_what_only_an_unknown_object_holds_need_not_be_made():
     with pytest.raises(BadPickle, match="ValueError"):
         read(b"\x80\x02" + broken + b".")
     assert isinstance(read(b"\x80\x02ca\nb\n" + broken + b"\x85R."), StoredObject)
+
+
+class Keyworded:
+    """Pickled with keywords: as a ``partial`` by protocol 2, by an instruction of its own from protocol 4 on."""
+
+    def __new__(cls, **_named):
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self):
+        return (), {"a": 1}
+
+
+class Minted:
+    """Pickled as a call of a class method, which protocol 2 gets by ``getattr``."""
+
+    @classmethod
+    def of(cls, _number):
+        return cls()
+
+    def __reduce__(self):
+        return Minted.of, (1,)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (np.array(["2020"], "M8[s]"), "numpy.dtype('M8')"),
+        (np.timedelta64(1, "s"), "numpy.dtype('m8')"),
+        (np.dtype("M8[s]"), "numpy.dtype('M8')"),
+        (np.array([None, 1]), "numpy.dtype('O8')"),
+        (np.zeros(2, [("a", "f4")]), "numpy.dtype('V4')"),
+        (np.dtype("f4", metadata={"a": 1}), "numpy.dtype('f4')"),
+        (datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), "zoneinfo.ZoneInfo"),
+        (Keyworded(), f"{__name__}.Keyworded"),
+        (Minted(), f"{__name__}.Minted"),
+    ],
+    ids=["times", "a time", "a dtype", "objects", "fields", "metadata", "time zone", "keywords", "class method"],
+)
+def test_what_is_well_formed_and_not_known_has_a_stand_in(value, named, protocol):
+    found, foreign = read_pickle(pickle.dumps({"v": value, "w": 1}, protocol), pickled_values.find)
+    assert isinstance(found["v"], StoredObject)
+    assert found["w"] == 1
+    assert any(name.startswith(named) for name in foreign)
+
+
+def test_what_is_known_takes_no_keywords():
+    with pytest.raises(BadPickle, match=r"makes a builtins\.complex in an unknown way"):
+        read(b"\x80\x04c__builtin__\ncomplex\n)}X\x04\x00\x00\x00realK\x01s\x92.")
+
+
+def test_a_failure_that_is_called_is_still_one():
+    broken = b"c__builtin__\ncomplex\nX\x01\x00\x00\x00x\x85R"
+    with pytest.raises(BadPickle, match="ValueError"):
+        read(b"\x80\x02" + broken + b")R.")
+
+
+@pytest.mark.parametrize("text", [b"Q8", b"M8[s]", b"O8;"])
+def test_a_dtype_that_numpy_does_not_write_is_damaged(text):
+    written = pickle.dumps(np.dtype("M8[s]"), 2)
+    changed = written.replace(b"X\x02\x00\x00\x00M8", b"X" + len(text).to_bytes(4, "little") + text)
+    assert changed != written
+    with pytest.raises(BadPickle, match="makes a dtype of something else"):
+        read(changed)
 
 
 STATE = b"}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xsb."
