@@ -181,7 +181,7 @@ class _Whole:
     """Loads what was saved."""
 
     def __init__(self, options: LoadOptions) -> None:
-        self._where = options.where
+        self._where, self._through = options.where, options.through
         self._tree: Any = None
 
     def plan(self, tree: Any, checkpoint: OpenedCheckpoint) -> None:
@@ -191,8 +191,12 @@ class _Whole:
             tree = pruned("load", spec, leaves, selected(self._where, spec, leaves, verb="load"))
             leaves, spec = flatten_for("load", tree)
         self._tree = tree
-        if checkpoint.unknown:
-            raise TreeMismatch.between("load", checkpoint.unknown, _UNKNOWN_REMEDY)
+        unknown = checkpoint.unknown
+        if self._where is not None and self._through is None:  # else the paths may be others by now
+            above = {path[:count] for path in map(tuple, spec.paths()) for count in range(len(path) + 1)}
+            unknown = [each for each in unknown if tuple(each.path) in above]
+        if unknown:
+            raise TreeMismatch.between("load", unknown, _UNKNOWN_REMEDY)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, StoredParts):
                 path = spec.paths()[index]

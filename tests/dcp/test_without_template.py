@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import warnings
 from collections import OrderedDict, deque, namedtuple
@@ -212,3 +213,16 @@ def test_deltas_are_loaded_where_only_the_base_is(tmp_path):
     changed = st.apply_delta(found["delta"], base)
     assert_trees_equal(changed, new)
     assert_trees_equal(st.apply_delta(undone, changed), {"w": torch.arange(9.0), "step": 1})
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+
+def test_what_is_chosen_is_loaded_beside_containers_that_are_not_known(tmp_path):
+    with pytest.warns(UserWarning, match="does not make by itself"):
+        st.save({"bad": {Level.LOW: torch.ones(1)}, "w": torch.ones(2)}, tmp_path / "x")
+    assert st.load(tmp_path / "x", where="w")["w"].tolist() == [1, 1]
+    for where in ("bad.*", "**", None):
+        with pytest.raises(st.TreeMismatch, match="structure differs at bad"):
+            st.load(tmp_path / "x", where=where)
