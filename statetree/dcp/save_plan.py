@@ -37,7 +37,7 @@ class Holdings(NamedTuple):
     assumed: dict[tuple[str, tuple[Box, ...]], tuple[int, ...]]
     #: What such leaves are beside their tensors, by the texts of the keys of their paths: ranks hold that alike, too.
     divided: dict[tuple[str, ...], str]
-    values: dict[str, int]  # numbers of plain values, by their keys: others have other numbers
+    values: dict[str, int]  # numbers of simple values, by their keys: others have other numbers
 
 
 def check_keys(told: Sequence[Holdings]) -> None:
@@ -89,8 +89,9 @@ def check_alike(told: Sequence[Holdings]) -> None:
 
 def differing_values(told: Sequence[Holdings]) -> list[str]:
     """Return where ranks hold other plain values than the first one that has any there, whose are saved."""
-    known: dict[str, int] = {}
-    return sorted({key for one in told for key, value in one.values.items() if known.setdefault(key, value) != value})
+    known = dict(told[0].values)
+    others = [one.values for one in told[1:] if one.values != known]
+    return sorted({key for values in others for key, value in values.items() if known.setdefault(key, value) != value})
 
 
 def _named(keys: Sequence[str]) -> str:

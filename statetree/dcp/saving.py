@@ -49,8 +49,9 @@ from statetree.files.crc32 import crc32
 from statetree.files.key_texts import key_text
 from statetree.files.publishing import sync
 from statetree.key_paths import Path
-from statetree.leaves.leaf_numbers import value_number
+from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.lowering import assumed_sums
+from statetree.leaves.value_texts import value_text
 
 if TYPE_CHECKING:
     import pathlib
@@ -66,6 +67,13 @@ _StorageInfo: Final[Any] = filesystem._StorageInfo  # noqa: SLF001 - tried with 
 _COMING_BACK: Final = frozenset(
     {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether a value is one of which equal ones have equal texts on all ranks."""
+    if type(value) in (list, tuple):
+        return all(map(_is_simple, value))
+    return type(value) in (type(None), bool, int, float, complex, str, bytes)
 
 
 def _comes_back(value: Any) -> bool:
@@ -190,8 +198,8 @@ class StateSave:
                 self._told.packed.update(keys)
             if content.sort == VALUE_ENTRY:
                 self._add_value(key, value, path, dcp_path)
-                if ranks.size > 1:
-                    self._told.values[key] = value_number(value)
+                if ranks.size > 1 and _is_simple(value):
+                    self._told.values[key] = text_number(value_text(value))
             leaf = self._leaf_above(steps) if texts else None
             if leaf is not None and not any(isinstance(tensor, LocalChunks) for tensor in content.tensors):
                 self._told.inseparable.update(dict.fromkeys(keys, leaf))

@@ -32,9 +32,9 @@ class Callback(TrainerCallback):
         self.checkpointer = Checkpointer(directory, **options)
         self._saved, self._random = -1, cast("Any", None)  # the last save's step; the random state of a checkpoint
 
-    def _tree(self, state: Any, objects: dict[str, Any]) -> dict[str, Any]:
+    def _tree(self, state: Any, objects: dict[str, Any], *, told: bool = True) -> dict[str, Any]:
         self._saved, kept = state.global_step, {name: objects[name] for name in ("model", "optimizer", "lr_scheduler")}
-        kept["progress"] = json.dumps({name: at for name, at in vars(state).items() if name.startswith(_KEPT)})
+        kept |= {"progress": json.dumps({k: v for k, v in vars(state).items() if k.startswith(_KEPT)})} if told else {}
         return {**kept, "random": RandomState().state_dict(), "epoch": self._epoch}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -71,10 +71,10 @@ class Callback(TrainerCallback):
             RandomState().load_state_dict(self._random)
             self._random = None
         elif self._saved != (step := state.global_step) and self.checkpointer.due(step):
-            self.checkpointer.async_save(step, self._tree(state, objects))
+            self.checkpointer.async_save(step, self._tree(state, objects, told=state.is_world_process_zero))
             control.should_training_stop |= self.checkpointer.signalled is not None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._saved != state.global_step and not (args.load_best_model_at_end and self.checkpointer.signalled):
             self._epoch = self._epoch if state.global_step % self._steps else RandomState().state_dict()
-            self.checkpointer.save(state.global_step, self._tree(state, objects))
+            self.checkpointer.save(state.global_step, self._tree(state, objects, told=state.is_world_process_zero))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -96,16 +97,25 @@ class Unpacked:
 
     def parts_of(self, leaf: int) -> list[int]:
         """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
-        return _parts_in([self.recipe(leaf)])
+        pending = [self.recipe(leaf)]
+        found = []
+        while pending:
+            recipe = pending.pop()
+            if isinstance(recipe, int):
+                found.append(recipe)
+            elif not isinstance(recipe, AtomRecipe):
+                pending += [recipe.whole] if isinstance(recipe, MemberRecipe) else recipe.within()
+        return found
 
     def held_by(self, leaves: Iterable[int]) -> set[int]:
         """Return the indices of the parts that some leaves hold: of objects taken apart together, only these."""
         recipes = list(map(self.recipe, leaves))
         together = [recipe for recipe in recipes if isinstance(recipe, MemberRecipe)]
-        alone = [recipe for recipe in recipes if not isinstance(recipe, MemberRecipe)]
+        alone: list[Recipe] = [recipe for recipe in recipes if not isinstance(recipe, MemberRecipe)]
         for whole, _, members in together[:1]:  # which is that of all
             alone += map(whole.inner.__getitem__, members.held_by([recipe.position for recipe in together]))
-        return set(_parts_in(alone))
+        alone += chain.from_iterable([recipe.within() for recipe in packed(alone)])
+        return {recipe for recipe in alone if isinstance(recipe, int)}
 
     def metadata_parts(self) -> list[int]:
         """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects."""
@@ -216,18 +226,6 @@ def _unpack_together(
         return unpacker, {}, []
     whole = PackedRecipe(OPAQUE, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, at, members) for at, index in enumerate(chosen)}, owners
-
-
-def _parts_in(recipes: Iterable[Recipe]) -> list[int]:
-    """Return the indices of all parts in recipes."""
-    found, pending = list[int](), list(recipes)
-    while pending:
-        recipe = pending.pop()
-        if isinstance(recipe, int):
-            found.append(recipe)
-        elif not isinstance(recipe, AtomRecipe):
-            pending += [recipe.whole] if isinstance(recipe, MemberRecipe) else recipe.within()
-    return found
 
 
 def hides_distributed(leaf: Any) -> bool:

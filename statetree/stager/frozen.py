@@ -20,6 +20,7 @@ from statetree.leaves.builtin import is_value
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
+from statetree.spans.overlaps import are_disjoint
 from statetree.spans.threads import copy_together
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
@@ -40,11 +41,16 @@ _LOOKS: Final = ("dtypes", "shapes", "strides", "offsets", "conj", "neg", "stora
 _fresh: Final = attrgetter("data")
 
 
+#: In how many places leaves may lie, beside twice as many as there are, before none is taken for frozen.
+_MOST_PLACES: Final = 10_000
+
+
 class _KnownStorage(NamedTuple):
     """A storage that was copied: where it lay, which of its bytes were copied, and where to."""
 
     source: StorageWeakRef
     pointer: int
+    nbytes: int  # how many it has
     start: int
     stop: int
     copy: Buffer
@@ -54,13 +60,25 @@ class _KnownStorage(NamedTuple):
         same = self.source.cdata == storage_key(storage) and self.pointer == storage.data_ptr()
         return same and not self.source.expired() and self.start == span.start and span.stop <= self.stop
 
-    def overlaps(self, other: _KnownStorage) -> bool:
-        """Whether another copy of the same storage has some of these bytes."""
-        return self.start < other.stop and other.start < self.stop
-
     def bytes(self, count: int) -> torch.Tensor:
         """Return the first bytes of the copy."""
         return as_bytes(self.copy.storage, self.copy.start, self.copy.start + count)
+
+
+def _still_needed(copies: Sequence[_KnownStorage], serving: set[int]) -> dict[int, _KnownStorage]:
+    """Return what is kept of copies, the last one being the newest, by their addresses: ids say which serve now.
+
+    Storages that are gone are let go of, and copies older than twice as many bytes as the storage has: windows of it
+    may come and go.
+    """
+    kept: dict[int, _KnownStorage] = {}
+    held: defaultdict[int, int] = defaultdict(int)
+    for copy in reversed(copies):
+        held[copy.source.cdata] += copy.stop - copy.start
+        is_old = copy.source.expired() or held[copy.source.cdata] > 2 * copy.nbytes
+        if id(copy) in serving or not is_old:
+            kept.setdefault(copy.pointer + copy.start, copy)
+    return dict(reversed(kept.items()))
 
 
 class _Views(NamedTuple):
@@ -104,7 +122,10 @@ class FrozenStorages:
 
     def _chosen(self, verb: str, captured: CapturedTree, where: Where) -> list[int]:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
-        spec, places = unshared(captured.spec, captured.unpacked.leaves)
+        found = unshared(captured.spec, captured.unpacked.leaves, _MOST_PLACES + 2 * captured.spec.num_leaves)
+        if found is None:
+            return []
+        spec, places = found
         leaves = [captured.unpacked.leaves[place] for place in places]
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
@@ -122,14 +143,32 @@ class FrozenStorages:
         frozen = [
             owner not in written_to and part not in held for owner, part in zip(captured.owners, parts, strict=True)
         ]
-        keys = captured.columns.storage_keys
-        written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
+        written = self._written(captured.columns, frozen)
         # Nobody promised anything of these: if they are frozen later, they hold something else by then.
         known = self._known  # another thread may thaw
         for address in [address for address, copy in list(known.items()) if copy.source.cdata in written]:
             self._views = None
             known.pop(address, None)
+        keys = captured.columns.storage_keys
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
+
+    @staticmethod
+    def _written(columns: Columns, frozen: Sequence[bool]) -> set[int]:
+        """Return the storages that may be written to, by their keys: there may be several on one memory."""
+        keys = columns.storage_keys
+        written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
+        if not written or are_disjoint(columns):
+            return written
+        spans = zip(columns.pointers, extents(columns), keys, strict=True)
+        end, together = 0, set[int]()  # of tensors that overlap, one with the next
+        for start, nbytes, key in sorted(spans):
+            if start >= end:
+                together = set()
+            together.add(key)
+            end = max(end, start + nbytes)
+            if not together.isdisjoint(written):
+                written |= together
+        return written
 
     def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:
         """Return copies of frozen tensors, made now or before; with ``check``, ``TreeMismatch`` if one was written."""
@@ -156,7 +195,7 @@ class FrozenStorages:
         missing = [pair for pair, found in zip(wanted, known, strict=True) if found is None]
         fresh = self._memory.carve([span.stop - span.start for _, span in missing])
         made = [
-            _KnownStorage(StorageWeakRef(storage), storage.data_ptr(), span.start, span.stop, buffer)
+            _KnownStorage(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), span.start, span.stop, buffer)
             for (storage, span), buffer in zip(missing, fresh, strict=True)
         ]
         filled = [(copy, storage) for copy, (storage, _) in zip(made, missing, strict=True) if copy.stop > copy.start]
@@ -170,17 +209,8 @@ class FrozenStorages:
         waiting = iter(made)
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
-        # Storages that are gone are let go of, and bytes that were copied again: no more is held than they have. What
-        # was copied just now is noted last, so that an interrupt loses it.
-        used, again = set(map(id, serving)), defaultdict[int, list[_KnownStorage]](list)
-        for copy in made:
-            again[copy.source.cdata].append(copy)
-        kept = {
-            address: copy
-            for address, copy in before.items()
-            if not copy.source.expired() and (id(copy) in used or not any(map(copy.overlaps, again[copy.source.cdata])))
-        }
-        kept.update((copy.pointer + copy.start, copy) for copy in made)
+        # What was copied just now is noted last, so that an interrupt loses it.
+        kept = _still_needed([*before.values(), *made], {*map(id, serving)})
         # While others are kept, all are looked at every time: whether their storages are gone.
         alone = len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving)
         views = _Views(kept, looks, templates) if alone else None

@@ -113,13 +113,37 @@ def unflatten_copy(spec: TreeSpec, leaves: list[Any]) -> Any:
     return rebuild(spec.nodes, leaves, repeated)
 
 
-def unshared(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[TreeSpec, Sequence[Any]]:
-    """Return the structure that ``flatten`` gives, from that of ``flatten_for_copy``, and which leaf lies where."""
+def unshared(spec: TreeSpec, leaves: Sequence[Any], most: int) -> tuple[TreeSpec, Sequence[int]] | None:
+    """Return the structure that ``flatten`` gives, from that of ``flatten_for_copy``, and which leaf lies where.
+
+    ``None`` if that has more than so many leaves: containers that are shared again and again lie in very many places.
+    """
     if Repeated not in set(map(type, leaves)):
         return spec, range(len(leaves))
-    tree = unflatten_copy(spec, [leaf if type(leaf) is Repeated else at for at, leaf in enumerate(leaves)])
-    places, whole = flatten(tree)
-    return whole, places
+    links = spec.links()
+    child_of = {index: ~leaf.node for index, leaf in enumerate(leaves) if type(leaf) is Repeated}
+    nodes: list[Node] = []
+    places: list[int] = []
+    taken = 0  # how many leaves there were when the last node was finished
+    pending = [(spec.root(), False)]
+    while pending:
+        ref, is_finished = pending.pop()
+        ref = child_of.get(ref, ref)
+        if len(places) > most:
+            return None
+        if ref >= 0:
+            places.append(ref)
+            continue
+        children = [child_of.get(child, child) for child in links[~ref]]
+        if not is_finished:
+            pending.append((ref, True))
+            pending += [(child, False) for child in reversed(children)]
+            continue
+        kind, keys, aux, *_ = spec.nodes[~ref]
+        kids = tuple([index for index, child in enumerate(children) if child < 0])
+        nodes.append((kind, keys, aux, kids, len(places) - taken))
+        taken = len(places)
+    return TreeSpec(tuple(nodes), len(places)), places
 
 
 def paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[Path]:

@@ -179,13 +179,16 @@ class Members(NamedTuple):
 class _TakeAllApart(TakeApart):
     """Notes for every tensor, and all else that is not passed by identity, which of several objects has it first.
 
-    One pickler takes them, one after the other, so that what they share stays shared.
+    One pickler takes them, one after the other, so that what they share stays shared. With ``tensors``, what holds none
+    links no objects.
     """
 
-    def __init__(self, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
+    def __init__(self, leaf_type_of: LookUp, values: Sequence[Any], *, tensors: bool) -> None:
         super().__init__(io.BytesIO(), leaf_type_of)
         self.members = Members([], [set() for _ in values])
+        self._tensors_alone = tensors
         self._first: dict[int, int] = {}
+        self._links: dict[int, bool] = {}
         with torch_function_enabled():
             for index, value in enumerate(values):
                 self._current = index
@@ -198,9 +201,24 @@ class _TakeAllApart(TakeApart):
         is_kept = isinstance(result, tuple) or (result is not None and result < 0)
         if not (is_kept or type(obj) in _SMALL or (type(obj) is tuple and not obj)):
             first = self._first.setdefault(id(obj), self._current)  # pickle keeps it alive
-            if first != self._current:
+            if first != self._current and self._is_link(obj):
                 self.members.links[self._current].add(first)
         return result
+
+    def _is_link(self, obj: Any) -> bool:
+        """Whether it matters that another object holds this one, too."""
+        if not self._tensors_alone:
+            return True
+        found = self._links.get(id(obj))
+        if found is None:
+            alone = TakeApart(io.BytesIO(), self._leaf_type_of)
+            try:
+                alone.dump(obj)
+                found = bool(alone.tensors)
+            except unsignalled(Exception):  # by itself it cannot be taken apart: it may hold any
+                found = True
+            self._links[id(obj)] = found
+        return found
 
 
 class _PutTogether(pickle.Unpickler):
@@ -257,13 +275,17 @@ class OpaqueType(EngineLeafType):
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Members]:
         """Take several objects apart as one: also return which parts each of them holds."""
-        pickler = _TakeAllApart(self._leaf_type_of, values)
+        pickler = _TakeAllApart(self._leaf_type_of, values, tensors=True)
         return pickler.tensors, replace(pickler.rest(), count=len(values)), pickler.members
 
     def shared_by(self, values: Sequence[Any]) -> list[set[int]]:
-        """Return which of several objects hold the same object or tensor: in pairs, with the one that has it first."""
-        links = _TakeAllApart(self._leaf_type_of, values).members.links
-        return [{first, index} for index, found in enumerate(links) for first in found]
+        """Return which of several objects hold some object or tensor that one of them has, which is among these."""
+        links = _TakeAllApart(self._leaf_type_of, values, tensors=False).members.links
+        groups = {first: {first} for found in links for first in found}
+        for index, found in enumerate(links):
+            for first in found:
+                groups[first].add(index)
+        return [*groups.values()]
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         with torch_function_enabled():

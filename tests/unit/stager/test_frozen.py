@@ -1,9 +1,11 @@
 """Frozen storages: copied once, shared by all staged trees, and never mistaken for others."""
 
+import copy
 import gc
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -365,4 +367,86 @@ def test_windows_of_one_storage_are_not_kept_for_ever():
         for start in range(0, 5000, 100):
             window = {"w": whole[start : start + 5000]}
             assert stager.stage(window)["w"].equal(window["w"])
-        assert stager.nbytes <= whole.nbytes
+            assert stager.nbytes <= 2 * whole.nbytes
+
+
+def test_a_storage_and_a_window_of_it_are_both_kept():
+    whole = torch.arange(10_000.0)
+    with st.Stager(frozen="w", max_snapshots=4) as stager:
+        places = [
+            [stager.stage({"w": tensor})["w"].data_ptr() for tensor in (whole, whole[100:5000])] for _ in range(3)
+        ]
+    assert places[0] == places[1] == places[2]
+
+
+def test_copies_that_serve_now_are_kept_whatever_is_copied_beside_them():
+    whole = torch.zeros(4_000_000)
+    with st.Stager(frozen="**", max_snapshots=9) as stager:
+        first = stager.stage({"a": whole[:1000]})["a"].data_ptr()
+        for start in range(1_000_000, 3_600_000, 80_000):
+            tree = {"a": whole[:1000], "b": whole[start : start + 300_000]}
+            assert stager.stage(tree)["a"].data_ptr() == first
+
+
+def test_two_storages_on_one_memory():
+    array = np.zeros(5, dtype="float32")
+    w = torch.arange(8.0)
+    tree = {"a": torch.from_numpy(array), "b": torch.from_numpy(array), "w": w[:4], "v": torch.from_dlpack(w[2:])}
+    for names in (["a", "w"], ["b", "v"]):
+        with st.Stager(frozen=names) as stager:
+            for _ in range(2):
+                array += 1
+                w += 1
+                staged = stager.stage(tree)
+                assert all(staged[key].equal(tree[key]) for key in tree)
+
+
+def test_copies_of_a_module_are_frozen_beside_it():
+    policy = torch.nn.Sequential(torch.nn.Conv2d(1, 2, (3, 3)), torch.nn.LayerNorm(4))
+    tree = {"ref": copy.deepcopy(policy), "policy": policy}
+    with st.Stager(frozen="ref", max_snapshots=3) as stager:
+        before, after = stager.stage(tree), stager.stage(tree)
+    assert before["ref"][0].weight.data_ptr() == after["ref"][0].weight.data_ptr()
+    assert before["policy"][0].weight.data_ptr() != after["policy"][0].weight.data_ptr()
+
+
+def test_meta_tensors_beside_what_is_frozen():
+    w, trained = torch.ones(4), torch.ones(4)
+    tree = {"m": torch.empty(3, device="meta"), "trained": trained, "frozen": w, "also": Holder(w=w, v=torch.ones(2))}
+    with st.Stager(frozen=["frozen", "m"], max_snapshots=3) as stager:
+        stager.stage(tree)
+        trained.add_(1)
+        w.add_(1)
+        staged = stager.stage(tree)
+    assert staged["frozen"].tolist() == staged["trained"].tolist() == [2] * 4
+
+
+def test_containers_that_are_shared_again_and_again_are_copied():
+    tree = {"w": torch.zeros(2)}
+    for _ in range(18):
+        tree = {"x": tree, "y": tree}
+    with st.Stager(frozen="**") as stager:
+        stager.stage(tree)
+        follow(tree)["w"].add_(1)
+        assert follow(stager.stage(tree))["w"].tolist() == [1, 1]
+
+
+def follow(tree):
+    while "x" in tree:
+        tree = tree["y"]
+    return tree
+
+
+class Checked:
+    def __init__(self, w):
+        assert isinstance(w, torch.Tensor)
+        self.w = w
+
+
+def test_containers_of_users_are_not_made_of_anything_but_what_they_hold():
+    st.register_container(Checked, lambda pair: ([pair.w], None), lambda _, children: Checked(*children))
+    inner = {"w": torch.ones(3)}
+    tree = {"a": inner, "b": inner, "c": Checked(torch.ones(2))}
+    with st.Stager(frozen="c.*") as stager:
+        before, after = stager.stage(tree), stager.stage(tree)
+        assert before["c"].w.data_ptr() == after["c"].w.data_ptr()
