@@ -211,14 +211,23 @@ class _TakeAllApart(TakeApart):
             return True
         found = self._links.get(id(obj))
         if found is None:
-            alone = TakeApart(io.BytesIO(), self._leaf_type_of)
             try:
-                alone.dump(obj)
-                found = bool(alone.tensors)
-            except unsignalled(Exception):  # by itself it cannot be taken apart: it may hold any
+                _RefuseTensors(io.BytesIO(), self._leaf_type_of).dump(obj)
+                found = False
+            except unsignalled(Exception):  # or it cannot be taken apart by itself: it may hold any
                 found = True
             self._links[id(obj)] = found
         return found
+
+
+class _RefuseTensors(TakeApart):
+    """Raises at the first tensor."""
+
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
+        result = super().persistent_id(obj)
+        if self.tensors:
+            raise ValueError("it holds a tensor")
+        return result
 
 
 class _PutTogether(pickle.Unpickler):
