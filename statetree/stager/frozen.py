@@ -124,6 +124,7 @@ class FrozenStorages:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
         found = unshared(captured.spec, captured.unpacked.leaves, _MOST_PLACES + 2 * captured.spec.num_leaves)
         if found is None:
+            self.thaw()
             return []
         spec, places = found
         leaves = [captured.unpacked.leaves[place] for place in places]
