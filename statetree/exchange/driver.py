@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -89,8 +88,10 @@ class Exchange(Call):
     def ranks(self, chosen: int | Sequence[int] | None) -> tuple[int, ...]:
         """Return the ranks of the group that a user named: one, several, or with ``None`` all."""
         size = self.group.size
-        named = chosen if isinstance(chosen, Iterable) else [chosen]
-        listed: list[Any] = list(range(size) if chosen is None else named)
+        try:
+            listed: list[Any] = list(range(size) if chosen is None else cast("Sequence[int]", chosen))
+        except TypeError:  # one of them, also as NumPy's or torch's number
+            listed = [chosen]
         if not listed or not all(is_rank(rank, size) for rank in listed):
             msg = f"{self.verb}: dst must name ranks of the group: {self.group.expected_ranks('some')}, got {chosen!r}."
             raise RankMismatch(msg)

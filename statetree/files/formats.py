@@ -96,22 +96,25 @@ def opened(
     options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
     checkpoint: Any = located(path)
     files = RemoteFiles(**options) if isinstance(checkpoint, RemotePath) else OpenFiles(**options)
+    known = None
     try:
         beginning = _beginning(checkpoint, files)
-        found = next((known for known in _formats() if known.recognises(checkpoint, beginning)), None)
-        if found is None:
+        for known in _formats():
+            if known.recognises(checkpoint, beginning):
+                break
+        else:
             expected = ", ".join(f"a {known.title}" for known in _formats())
             refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
-        made: Any = found.open(checkpoint, files, skip_foreign=skip_foreign)
+        made: Any = known.open(checkpoint, files, skip_foreign=skip_foreign)
     except StateTreeError:
         raise
     except unsignalled(OSError) as error:
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
     except unsignalled(Exception) as error:  # formats are users' code, too
-        what = f"the format {type(found).__qualname__} cannot read it: {type(error).__name__}: {str(error)[:200]}"
+        what = f"the format {type(known).__qualname__} cannot read it: {type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"read: {checkpoint}: {what}. Check the file, and the format.") from error
     if not isinstance(made, OpenedCheckpoint):
-        what = f"open of the format {type(found).__qualname__} returned a {type(made).__qualname__}"
+        what = f"open of the format {type(known).__qualname__} returned a {type(made).__qualname__}"
         raise TypeError(f"read: {checkpoint}: {what}: expected an OpenedCheckpoint.")
     return made
 

@@ -21,7 +21,7 @@ from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
-from statetree.files.unpickling import StoredObject
+from statetree.files.unpickling import StoredObject, all_within
 from statetree.leaves.builtin import IN_A_FILE, is_distributed, is_stored, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
@@ -338,8 +338,9 @@ def _differ_in_dtypes(found: Difference) -> bool:
 
 
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
-    if isinstance(leaf, StoredObject) and not isinstance(leaf, StoredParts):
-        raise _not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", leaf.name)
+    for held in () if isinstance(leaf, StoredParts) else all_within(leaf):
+        if isinstance(held, StoredObject):
+            raise _not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", held.name)
 
 
 def _not_admitted(what: str, name: str) -> CheckpointError:

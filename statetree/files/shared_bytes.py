@@ -49,3 +49,15 @@ def extent(leaf: Any) -> tuple[int, int, int] | None:
         return None
     begin = tensor.storage_offset() * tensor.dtype.itemsize
     return tensor.untyped_storage().data_ptr(), begin, begin + span_bytes(tensor)
+
+
+def is_loose(leaves: Sequence[Any]) -> bool:
+    """Whether storages are much larger than what the tree's tensors view of them."""
+    held: dict[int, tuple[int, int, int]] = {}
+    for tensor in leaves:
+        found = extent(tensor)
+        if found is not None:
+            key, begin, stop = found
+            low, high, _ = held.get(key, (begin, stop, 0))
+            held[key] = (min(low, begin), max(high, stop), tensor.untyped_storage().nbytes())
+    return any(size - (high - low) > max(4096, size // 4) for low, high, size in held.values())

@@ -21,10 +21,10 @@ from statetree.files.filling import check_dims, check_elements
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import MAX_DIMS, find, storages
 from statetree.files.ranges import FileRange, OpenFiles
-from statetree.files.shared_bytes import extent
+from statetree.files.shared_bytes import is_loose
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_members
-from statetree.files.unpickling import BadPickle, StoredObject, read_pickle
+from statetree.files.unpickling import BadPickle, StoredObject, all_within, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.special import QUANTIZED
@@ -154,6 +154,16 @@ class TorchArchive:
         has_more = self._num_references > len(leaves) - len(others)
         return has_more and (not self.foreign or any(map(_has_inside, leaves.values())))
 
+    def verify_values(self, tree: Any) -> None:
+        """Compare the memory of what lies in plain values with its checksums, as nobody does later."""
+        if not self.file.files.verify or not self._places:
+            return
+        for leaf in flatten(tree)[0]:
+            for held in () if isinstance(leaf, torch.Tensor) else all_within(leaf):
+                for part in _parts_of(held) if isinstance(held, _MADE_OF_ELEMENTS) else ():
+                    if (place := self._places.get(storage_key(part.untyped_storage()))) is not None:
+                        place.verify()
+
     def stored(self, leaf: Any) -> Any:
         """Return what stands for a leaf of the tree, one object for each."""
         if isinstance(leaf, (torch.UntypedStorage, torch.storage.TypedStorage)):
@@ -199,8 +209,8 @@ def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Te
         refuse(file.label, f"the indices of a sparse tensor are wrong: {str(error).splitlines()[0]}")
 
 
-def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the plain tensors that a tensor is made of; none of a dtype that no verb takes apart."""
+def _parts_of(tensor: Any) -> Sequence[torch.Tensor]:
+    """Return the plain tensors that a tensor or a storage is made of; none of a dtype that no verb takes apart."""
     if type(tensor) is torch.Tensor and not tensor.__dict__ and is_strided(tensor):  # the usual case
         return [tensor]
     with suppress(UnsupportedLeaf):
@@ -231,6 +241,7 @@ class TorchFormat(CheckpointFormat):
             tree = archives[-1].read("meta" if files.is_remote else "cpu")
             if files.is_remote and archives[-1].needs_elements(tree):
                 tree = archives[-1].read()
+            archives[-1].verify_values(tree)
             return map_leaves(archives[-1].stored, tree)
 
         def read_mapping(shard: FileRange) -> dict[str, Any]:
@@ -262,7 +273,7 @@ class TorchFormat(CheckpointFormat):
             if isinstance(leaf, torch.Tensor):
                 _check_readable(leaf, spec, index)
         try:
-            save_as(offload(tree) if _is_loose(leaves) else tree, folder / name)
+            save_as(offload(tree) if is_loose(leaves) else tree, folder / name)
         except (CheckpointError, OSError):
             raise
         except unsignalled(Exception) as error:  # whatever the values' own methods raise
@@ -317,11 +328,10 @@ def _culprit(tree: Any, refused: str = "") -> str:
     leaves, spec = flatten(tree)
 
     def refused_leaf(*, is_tensor: bool) -> str:
-        some = [
-            pair for pair in zip(spec.paths(), leaves, strict=True) if isinstance(pair[1], torch.Tensor) is is_tensor
-        ]
-        found = next((pair for pair in some if not is_loaded(pair[1])), None)
-        return "" if found is None else f"leaf at {found[0] or '<root>'} ({type(found[1]).__qualname__})"
+        for path, leaf in zip(spec.paths(), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) is is_tensor and not is_loaded(leaf):
+                return f"leaf at {path or '<root>'} ({type(leaf).__qualname__})"
+        return ""
 
     def refused_container() -> str:
         for visit in spec.walk():
@@ -333,18 +343,6 @@ def _culprit(tree: Any, refused: str = "") -> str:
 
     # A leaf first: what it holds can be of a class that a container has, too. Trying tensors takes long.
     return refused_leaf(is_tensor=False) or refused_container() or refused_leaf(is_tensor=True) or "tree"
-
-
-def _is_loose(leaves: Sequence[Any]) -> bool:
-    """Whether storages are much larger than what the tree's tensors view of them."""
-    held: dict[int, tuple[int, int, int]] = {}
-    for tensor in leaves:
-        found = extent(tensor)
-        if found is not None:
-            key, begin, stop = found
-            low, high, _ = held.get(key, (begin, stop, 0))
-            held[key] = (min(low, begin), max(high, stop), tensor.untyped_storage().nbytes())
-    return any(size - (high - low) > max(4096, size // 4) for low, high, size in held.values())
 
 
 class _Stream:

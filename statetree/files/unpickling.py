@@ -10,8 +10,10 @@ Time and memory are not bounded: a pickle that is made for it can cost any amoun
 
 from __future__ import annotations
 
+import argparse
 import io
 import pickle
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,6 +28,11 @@ _DEEPEST_KEY: Final = 100
 _MAX_DEFAULTDICTS: Final = 10_000
 #: Instructions that call or find what a pickle says in another way than those below.
 _LEFT_OUT: Final = (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.DICT)
+
+
+#: What holds other values, of all that is made.
+_HOLDERS: Final = (dict, list, tuple, set, frozenset, deque)
+_WITH_ATTRIBUTES: Final = (types.SimpleNamespace, argparse.Namespace)
 
 
 class BadPickle(Exception):
@@ -245,6 +252,23 @@ def shallow(keys: Iterable[Any]) -> Iterable[Any]:
             return keys
         inside = [part for key in nested.values() for part in key]
     raise BadPickle("it has a key that is nested too deeply")
+
+
+def all_within(value: Any) -> list[Any]:
+    """Return a value that a pickle made, and all that lies in it, at any depth, in whatever is made."""
+    pending, found, seen = [value], [], set[int]()
+    while pending:
+        held = pending.pop()
+        found.append(held)
+        if id(held) in seen or not (isinstance(held, _HOLDERS) or type(held) in _WITH_ATTRIBUTES):
+            continue
+        seen.add(id(held))
+        if isinstance(held, dict):
+            pending += held.keys()
+        if type(held) not in _WITH_ATTRIBUTES:
+            pending += held.values() if isinstance(held, dict) else held
+        pending += getattr(held, "__dict__", {}).values()
+    return found
 
 
 def set_attributes(target: Any, state: Any) -> Any:

@@ -151,7 +151,13 @@ def _tied_in_files(leaves: Sequence[Any], chosen: Sequence[int]) -> list[int]:
     """Return the stored tensors that share elements with others of which one is chosen, directly or through others."""
     found = {index for index in chosen if is_stored(leaves[index])}
     pairs = _sharing([leaf.outline if is_stored(leaf) else None for leaf in leaves]) if found else []
-    tied = {one for one, _ in pairs} & found
-    while more := {other for one, other in pairs if one in tied} - tied:
-        tied |= more
+    partners: dict[int, list[int]] = {}
+    for one, other in pairs:
+        partners.setdefault(one, []).append(other)
+    pending = [index for index in partners if index in found]
+    tied = set(pending)
+    while pending:
+        more = [other for other in partners[pending.pop()] if other not in tied]
+        tied.update(more)
+        pending += more
     return sorted(tied)

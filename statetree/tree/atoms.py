@@ -81,8 +81,10 @@ def same_value(a: object, b: object) -> bool:
     try:
         if isinstance(x, float):
             return bool(x.hex() == y.hex())
-        if type(x).__module__ in ("decimal", "datetime"):  # as in 1.0 and 1.00, NaN, and an hour that comes twice
+        if type(x).__module__ == "decimal":  # as in 1.0 and 1.00, and NaN
             return repr(x) == repr(y)
+        if type(x) in (datetime.datetime, datetime.time):  # whose hour may come twice, or be that of another zone
+            return bool(x == y and x.fold == y.fold and x.replace(tzinfo=None) == y.replace(tzinfo=None))
         if isinstance(x, complex):
             return same_value(x.real, y.real) and same_value(x.imag, y.imag)
         if isinstance(x, (tuple, list)):

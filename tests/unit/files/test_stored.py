@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import pathlib
+import types
 import zipfile
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -583,3 +588,77 @@ def test_views_of_one_memory_that_are_a_parameter_and_a_tensor_stay_that(tmp_pat
     assert [type(leaf) for leaf in updated.values()] == [torch.nn.Parameter, torch.Tensor, torch.nn.Parameter]
     with pytest.raises(TreeMismatch, match="update: memory differs at p"):
         st.update(stored, "*", lambda leaf: leaf.detach() * 2)
+
+
+def values_that_hold_what_is_not_loaded():
+    times = np.array(["2020"], "M8[s]")
+    return {
+        "namespace": types.SimpleNamespace(c=times),
+        "arguments": argparse.Namespace(c=[{"d": times}]),
+        "set": {pathlib.PurePath("a"), Unknown()},
+        "frozen set": frozenset([Unknown(), 1]),
+        "key": types.SimpleNamespace(c={(1, Unknown()): 2}),
+        "attribute": with_attribute(Unknown()),
+    }
+
+
+class Unknown:
+    pass
+
+
+def with_attribute(value):
+    found = types.SimpleNamespace(inner=OrderedDict(a=1))
+    found.inner.extra = value
+    return found
+
+
+@pytest.mark.parametrize("name", values_that_hold_what_is_not_loaded())
+def test_values_that_hold_what_is_not_loaded_are_not_handed_out(name, tmp_path):
+    value = values_that_hold_what_is_not_loaded()[name]
+    torch.save({"v": value, "w": torch.ones(2)}, tmp_path / "x.pt")
+    assert st.load(tmp_path / "x.pt", where="w")["w"].tolist() == [1, 1]
+    for like in (None, {"v": value, "w": torch.zeros(2)}):
+        with pytest.raises(CheckpointError, match=r"load: the plain value at v cannot be read"):
+            st.load(tmp_path / "x.pt", like, where="v" if like is None else None)
+
+
+@pytest.mark.parametrize("make", [lambda t: types.SimpleNamespace(t=t), lambda t: {t}, lambda t: t.untyped_storage()])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_in_plain_values_are_compared_with_their_checksums(make, tied, tmp_path):
+    path, t = tmp_path / "x.pt", torch.arange(100, dtype=torch.uint8)
+    torch.save({"v": make(t), "t": t if tied else torch.ones(3), "w": torch.ones(2)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes(range(100))) + 50] ^= 1
+    path.write_bytes(data)
+    for like in (None, {"v": make(t), "t": t.clone() if tied else torch.ones(3), "w": torch.ones(2)}):
+        with pytest.raises(CheckpointError, match="has the checksum"):
+            st.load(path, like)
+    with pytest.raises(CheckpointError, match="has the checksum"):
+        st.load(path, where="v")
+    assert st.load(path, verify=False)["w"].tolist() == [1, 1]
+
+
+def test_a_format_that_fails_to_recognise_a_file_is_named(tmp_path):
+    class Failing(CheckpointFormat):
+        title, suffixes = "failing", (".failing",)
+
+        def recognises(self, path, beginning):
+            raise RuntimeError("boom")
+
+        open = write = recognises
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    known = list(_FORMATS)
+    try:
+        register_format(Failing())
+        with pytest.raises(CheckpointError, match=r"Failing cannot read it: RuntimeError: boom"):
+            open_file(tmp_path / "x.pt")
+    finally:
+        _FORMATS[:] = known
+
+
+def test_update_reads_no_ties_between_tensors_that_are_not_chosen(tmp_path):
+    w = torch.arange(6.0)
+    torch.save({"a": w, "b": w[2:], "c": torch.ones(3), "d": torch.ones(2)}, tmp_path / "x.pt")
+    found = st.update(open_file(tmp_path / "x.pt"), "c", lambda leaf: leaf * 2)
+    assert [type(leaf) for leaf in found.values()] == [StoredTensor, StoredTensor, torch.Tensor, StoredTensor]

@@ -1,5 +1,6 @@
 """``similarity``: total, symmetric, read-only, and if it is true ``copy_into`` succeeds."""
 
+import copy
 import datetime
 import decimal
 import enum
@@ -792,3 +793,27 @@ def test_what_has_no_memory_is_not_like_what_has(leaf):
         assert {found.kind for found in st.similarity(a, b, values=False).differences} == {"memory"}
         with pytest.raises(st.TreeMismatch, match="memory differs at k"):
             st.copy_into(a, b)
+
+
+class Zone(datetime.tzinfo):
+    """It has no text of its own."""
+
+    def __init__(self, hours=1):
+        self.hours = hours
+
+    def utcoffset(self, moment):
+        return datetime.timedelta(hours=self.hours)
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash(self.hours)
+
+
+def test_moments_are_equal_in_their_own_zones():
+    noon = datetime.datetime(2026, 1, 1, 12, tzinfo=Zone())
+    assert st.similarity({"t": noon}, {"t": copy.deepcopy(noon)})
+    assert not st.similarity({"t": noon}, {"t": noon.astimezone(datetime.UTC)})
+    assert not st.similarity({"t": noon}, {"t": noon.replace(fold=1)})
+    assert not st.similarity({"t": noon.timetz()}, {"t": noon.timetz().replace(fold=1)})
