@@ -274,9 +274,9 @@ def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
         return None
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except unsignalled(TypeError, ValueError, OverflowError):  # not a number, or more than there is
+    except unsignalled(TypeError, ValueError, OverflowError):  # no number, not one, or more than there is
         limit = timedelta(0)
     if limit <= timedelta(0):
         msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}. Pass None for the group's own."
-        raise ValueError(msg)
+        raise ValueError(msg) if isinstance(timeout, (int, float, timedelta)) else TypeError(msg)
     return limit

@@ -21,7 +21,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "rename: rules cannot be None": (TypeError, lambda _: st.rename(TREE, None)),
     "gather: dst must name ranks .* got 3.5": (st.RankMismatch, lambda _: st.gather(TREE, dst=3.5)),
     "gather: dst must name ranks .* got tensor": (st.RankMismatch, lambda _: st.gather(TREE, dst=torch.tensor(3))),
-    "gather: the timeout must be positive.*'x'": (ValueError, lambda _: st.gather(TREE, timeout="x")),
+    "gather: the timeout must be positive.*'x'": (TypeError, lambda _: st.gather(TREE, timeout="x")),
     "prepare: the verb cannot be called": (TypeError, lambda _: st.prepare("gather", TREE)),
     "chain: step 0 cannot be called": (TypeError, lambda _: st.chain("gather")),
     "from_flat: expected the flat dict": (TypeError, lambda _: st.from_flat("", st.to_flat(TREE)[1])),
