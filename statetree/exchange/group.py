@@ -269,7 +269,7 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
     return Group(known, rank, dist.get_process_group_ranks(known), verb, timeout)
 
 
-def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
+def _timeout(verb: str, timeout: Any) -> timedelta | None:
     if timeout is None:
         return None
     try:
