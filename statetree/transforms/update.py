@@ -37,7 +37,8 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
             of one class that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its
             result takes the place of all of them; where it returns what it was given, perhaps written to, each stays.
-            A stored tensor is read before, and with it those that share elements with it, chosen or not.
+            A stored tensor is read before, and with it those that share elements with it, chosen or not (behind a URL,
+            only equal views that are chosen are tied).
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:

@@ -128,7 +128,6 @@ def unshared(spec: TreeSpec, leaves: Sequence[Any], most: int) -> tuple[TreeSpec
     pending = [(spec.root(), False)]
     while pending:
         ref, is_finished = pending.pop()
-        ref = child_of.get(ref, ref)
         if len(places) > most:
             return None
         if ref >= 0:

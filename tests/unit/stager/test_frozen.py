@@ -431,6 +431,18 @@ def test_containers_that_are_shared_again_and_again_are_copied():
         assert follow(stager.stage(tree))["w"].tolist() == [1, 1]
 
 
+def test_what_was_written_in_such_a_container_is_copied_anew():
+    alone = {"w": torch.zeros(2)}
+    tree = {"v": alone["w"]}
+    for _ in range(18):
+        tree = {"x": tree, "y": tree}
+    with st.Stager(frozen="w", max_snapshots=4) as stager:
+        stager.stage(alone)
+        stager.stage(tree)
+        alone["w"].add_(1)
+        assert stager.stage(alone)["w"].tolist() == [1, 1]
+
+
 def follow(tree):
     while "x" in tree:
         tree = tree["y"]
