@@ -111,7 +111,7 @@ def opened(
     except unsignalled(OSError) as error:
         refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
     except unsignalled(Exception) as error:  # formats are users' code, too
-        if type(known).__module__.startswith("statetree."):
+        if known is None or type(known).__module__.startswith("statetree."):
             raise
         what = f"the format {type(known).__qualname__} cannot read it: {type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"read: {checkpoint}: {what}. Check the file, and the format.") from error
