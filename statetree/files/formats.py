@@ -209,8 +209,8 @@ def save(
     A DCP directory is written by all ranks, each chunk by one of those that hold it, and plain
     ``torch.distributed.checkpoint`` reads it. Sparse, nested and quantized tensors, and wrapper subclasses, are saved
     in parts; objects of unknown classes are pickled. Plain values and structure are the first rank's, with a warning
-    where others hold other values; entries that only some ranks hold are saved as well, and a tensor that is not
-    distributed is taken to be the same on all: another dtype or shape is an error, unless it has no elements.
+    where others hold other numbers or texts; entries that only some ranks hold are saved as well, and a tensor that is
+    not distributed is taken to be the same on all: another dtype or shape is an error, unless it has no elements.
 
     One file is written by one rank: with ``group``, or if a leaf is distributed, by the first one, which gathers what
     is distributed while the others wait. Otherwise each rank that calls writes on its own, without communication. Of

@@ -133,6 +133,27 @@ def save_and_load(folder, kind):
     assert torch.equal(plain["w"], FULL)
 
 
+def save_in_part(folder):
+    """Let both ranks hold the same part, so that nobody has the rest."""
+    for number, kind in enumerate(("checkpointable", "listed")):
+        tree = {"w": KINDS[kind](FULL, 0)}
+        for save in (statetree.save, lambda tree, path: statetree.Checkpointer(path).save(1, tree)):
+            name, message = attempt(lambda save=save, tree=tree, number=number: save(tree, folder / f"{number}"))
+            assert name in ("CheckpointError", "UnsupportedLeaf"), (kind, name, message)
+            check_in_step()
+
+
+def test_what_the_ranks_hold_in_part_is_not_saved(tmp_path):
+    run_ranks(2, save_in_part, tmp_path)
+
+
+def test_a_checkpointer_does_not_keep_one_part_alone(tmp_path):
+    with pytest.raises(
+        statetree.UnsupportedLeaf, match="w: expected a tensor with elements, got a tensor of which each"
+    ):
+        statetree.Checkpointer(tmp_path).save(1, {"w": checkpointable(FULL, 0)})
+
+
 def restored(folder, kind, like):
     return statetree.Checkpointer(folder / f"steps of {kind}").restore(like)
 

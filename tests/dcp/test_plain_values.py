@@ -360,3 +360,24 @@ def test_scheduler_state_comes_back_without_a_template(tmp_path):
     assert loaded["recent"].maxlen == 3
     scheduler.load_state_dict(loaded["scheduler"])
     assert scheduler.milestones == collections.Counter({5: 2, 2: 1})
+
+
+class Versioned:
+    """Cannot be made of what an older version of it wrote."""
+
+    def __init__(self):
+        self.number = 1
+
+    def __setstate__(self, state):
+        raise ValueError("needs version 2")
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+def test_a_class_that_is_admitted_and_fails_is_not_called_unknown(tmp_path):
+    statetree.save({"v": Versioned(), "w": torch.ones(2)}, tmp_path)
+    with torch.serialization.safe_globals([Versioned]):
+        for load in (statetree.files.open, lambda path: statetree.files.open(path, skip_foreign=True)):
+            with pytest.raises(statetree.CheckpointError, match=r"'v': the value cannot be read: .*needs version 2"):
+                load(tmp_path)
+    opened = statetree.files.open(tmp_path, skip_foreign=True)
+    assert isinstance(opened["v"], statetree.files.StoredObject)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import warnings
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -404,7 +404,9 @@ def save_other_values(folder: Path) -> list[str]:
     names = [f"name{number}" for number in range(50)]
     alike = {"lr": 0.1, "nan": math.nan, "names": set(names), "model": make_model(), "again": [1, None, "text"]}
     told: list[str] = []
-    for number, own in enumerate([{}, {"loader": {"seed": rank, "epoch": 3}}, {f"loader of {rank}": rank}]):
+    moment = datetime(2026, 1, 1, rank, tzinfo=UTC)  # no simple value, of which equal ones may be pickled otherwise
+    cases = [{}, {"loader": {"seed": rank, "epoch": 3}}, {f"loader of {rank}": rank}, {"moment": moment}]
+    for number, own in enumerate(cases):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dcp.Checkpointer(folder / f"{number}").save(1, {"w": torch.ones(2), **alike, **own})
@@ -414,7 +416,7 @@ def save_other_values(folder: Path) -> list[str]:
 
 def test_plain_values_that_only_the_first_rank_saves_are_warned_of(tmp_path):
     first, second = run_ranks(2, save_other_values, tmp_path)
-    assert [*map(bool, first)] == [False, True, False]
+    assert [*map(bool, first)] == [False, True, False, False]
     assert "loader.seed" in first[1]
     assert "epoch" not in first[1]
     assert not any(second)
