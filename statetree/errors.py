@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Iterable
 from functools import partial
 from itertools import combinations, pairwise
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from statetree.key_paths import is_tensor, literal, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import CodeType, FrameType, TracebackType
+    from types import CodeType, TracebackType
 
     from statetree.key_paths import Path
 
@@ -173,15 +174,18 @@ def _is_given(frame: FrameType, caller: FrameType) -> bool:
     """Whether a frame was given its caller, as the handler of a signal is given the frame that it interrupts.
 
     (Decorators share their code: not all that runs it handles a signal. A function that deleted what it was given is
-    taken for one that does.)
+    taken for one that does. Python leaves the frames of its imports out of tracebacks.)
     """
     held, code = frame.f_locals, frame.f_code
     given, deleted = list(held.values()), {*code.co_varnames[: code.co_argcount]} - {*held}
     if type(held) is dict:
         held.clear()  # a copy, which Python up to 3.12 keeps with the frame, and all that it holds
-    return bool(deleted) or any(
-        each is caller or (type(each) is tuple and any(one is caller for one in each)) for each in given
-    )
+    given += [one for each in given if type(each) is tuple for one in each]
+    return bool(deleted) or any(one is caller or _is_of_import(one) for one in given)
+
+
+def _is_of_import(value: object) -> bool:
+    return isinstance(value, FrameType) and value.f_code.co_filename.startswith("<frozen importlib")
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -1,8 +1,11 @@
 """What the handler of a signal raises comes out of a verb as it is, wherever it comes: it says nothing of a leaf."""
 
 import functools
+import operator
 import signal
+import sys
 import tempfile
+import traceback
 import weakref
 
 import pytest
@@ -127,6 +130,27 @@ def test_it_comes_out_of_every_verb(verb, leaf):
 def test_whatever_the_handler_is():
     with pytest.raises(Alarm, match=r"^alarm$"):
         st.similarity({"b": Alarming()}, {"b": Alarming()})
+
+
+class RingsAtImports:
+    """A finder of modules at which the alarm rings in a frame of Python's import, which tracebacks leave out."""
+
+    raise_signal = staticmethod(signal.raise_signal)
+    find_spec = property(operator.methodcaller("raise_signal", signal.SIGALRM))
+
+
+class Imports:
+    def __reduce__(self):
+        __import__("statetree_tests_import_nothing")
+
+
+@pytest.mark.parametrize("rings", [functools.partial(ring, error=ModuleNotFoundError)], indirect=True)
+@pytest.mark.usefixtures("rings")
+def test_it_comes_out_of_an_import(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [RingsAtImports()])
+    with pytest.raises(ModuleNotFoundError, match=r"^alarm$") as raised:
+        st.offload({"b": Imports()})
+    assert not any("importlib" in each.filename for each in traceback.extract_tb(raised.value.__traceback__))
 
 
 @pytest.mark.parametrize("rings", [functools.partial(ring, error=TimeoutError)], indirect=True)
