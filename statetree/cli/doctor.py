@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import tempfile
+from contextlib import closing
 from importlib import import_module
 from operator import attrgetter
 from textwrap import indent
@@ -16,8 +17,16 @@ import click
 from statetree.cli.process import DIFFERENT, SAME
 from statetree.errors import StateTreeError
 
-#: What must hold of a save and its load. (Of a transform, nothing need.)
-_SAVED: Final = ("accepts", "pure", "structure", "geometry", "values")
+_SAVED: Final = ("pure", "structure", "geometry", "values")
+_COPIED: Final = (*_SAVED, "ties", "independent", "separate", "stable")
+#: The laws that must hold. A state that is refused with an error is no fault of what is not a transform.
+_NEEDED: Final = {
+    "save": _SAVED,
+    "copy": _COPIED,
+    "stager": _COPIED,
+    "gather": ("pure", "stable", "structure", "global_values", "ties"),
+    "transform": ("accepts", *_COPIED, "idempotent", "commutes_with_offload", "streams"),
+}
 
 
 def doctor(name: str, kind: str | None, load: str | None) -> int:
@@ -43,9 +52,13 @@ def _examine(name: str, kind: str | None, load: str | None) -> int:
     if kind == "save" and loader is None:
         raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     click.echo(f"{name} is examined as a {kind}{'' if kind != 'save' else f' with {load}'}.")
-    if kind in ("stager", "copy", "gather"):
-        return _conformance(name, kind, found)
-    return _laws(name, kind, _round_trip(found, loader) if kind == "save" else found)
+    status = _conformance(name, kind, found) if kind in ("stager", "copy", "gather") else SAME
+    if kind == "stager":
+        from statetree.testing.conformance_suite import StagerAdapter
+
+        with closing(StagerAdapter(found())) as stager:
+            return max(status, _laws(name, kind, stager.copied))
+    return max(status, _laws(name, kind, _round_trip(found, loader) if kind == "save" else found))
 
 
 def _imported(name: str) -> Any:
@@ -113,18 +126,21 @@ def _conformance(name: str, kind: str, found: Any) -> int:
 def _laws(name: str, kind: str, transform: Any) -> int:
     from statetree.testing import check_transform, laws
 
-    report = check_transform(transform, examples=60)
-    broken = [name for name in report.broken if kind != "save" or name in _SAVED]
-    needless = [name for name in report.broken if name not in broken]
+    report = check_transform(transform, ranks=2 if kind == "gather" else None)
+    broken = [name for name in report.broken if name in _NEEDED[kind]]
+    needless = [name for name in report.broken if name not in (*broken, "accepts")]
     for verdict in map(report.__getitem__, broken):
         _tell(f"does not hold that: {verdict.law.statement}\n  {verdict.error}", verdict.source)
     held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
     click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
     if needless:
-        click.echo(f"Not needed of a save, and not kept: {', '.join(needless)}.")
+        click.echo(f"Not needed of a {kind}, and not kept: {', '.join(needless)}.")
     others = [verdict for verdict in report.verdicts if verdict.law is not laws.accepts]
     if all(verdict.holds is None and verdict.refused for verdict in others):
         raise _not_judged(name, kind, others[0].error)
+    if "accepts" in report.broken and "accepts" not in broken:
+        click.echo(f"Some states are refused with an error; the smallest:\n  {report['accepts'].error}")
+        click.echo(indent(report["accepts"].source.strip(), "    "))
     return DIFFERENT if broken else SAME
 
 

@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, unquote
 
 import click
 
@@ -24,14 +25,15 @@ from statetree.cli.process import DIFFERENT, FAILED, SAME
 from statetree.errors import StateTreeError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 #: A step, and the folder of the checkpointer that saved it.
 _Save = tuple[int, str]
 #: What is said where nothing that is looked at differs but the state.
 _UNKNOWN: Final = (
-    "what was forgotten is not known: random states, schedulers, optimizers and batches of a DataLoader are as in the "
-    "whole run, which saves the same bits each time. Look at what else the script keeps from step to step."
+    "what was forgotten is not known: those random states, schedulers, optimizers and batches of a DataLoader that are "
+    "not saved are as in the whole run, which saves the same bits each time. Look at what the script does with what it "
+    "restores, and at what else it keeps from step to step."
 )
 
 
@@ -58,6 +60,8 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         if not names:
             listed = ", ".join(dict.fromkeys(str(step) for step, _ in steps))
             click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {listed}.")
+            if others := ", ".join(dict.fromkeys(str(save[0]) for save in resumed if save not in whole)):
+                click.echo(f"not compared: steps {others}, which the whole run did not save.")
             return SAME
         forgotten = _differing(whole[save]["beside"], resumed[save]["beside"])
         # What an optimizer holds differs whenever something else was forgotten.
@@ -96,7 +100,7 @@ def _different_saves(one: dict[_Save, Any], other: dict[_Save, Any]) -> Iterator
             yield save, names
 
 
-def _differing(left: dict[str, int], right: dict[str, int]) -> list[str]:
+def _differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
@@ -127,6 +131,31 @@ def _beside() -> Iterator[tuple[str, Any]]:
                 yield f"{kind} {cls.__qualname__}", value.state_dict()
 
 
+def _times_saved(found: Mapping[str, int], saved: Mapping[str, int]) -> int:
+    """Return how often leaves stand in what is saved, under one name and then their own ones."""
+    first = next(iter(found), "")
+    above = [name.removesuffix(first) for name in saved if f".{name}".endswith(f".{first}" if first else "")]
+    return sum(all(saved.get(f"{start}{name}") == number for name, number in found.items()) for start in above)
+
+
+def _not_saved(saved: Mapping[str, int], beside: Iterable[tuple[str, Any]]) -> dict[str, list[int]]:
+    """Return the digests of what is held beside the state, by what it is. Equal ones may be saved as often."""
+    from statetree.transforms.digest import digest
+
+    held: dict[tuple[str, int], list[Mapping[str, int]]] = {}
+    for name, value in beside:
+        with suppress(StateTreeError):
+            found = digest(value)
+            held.setdefault((name, found.tree), []).append(found.leaves)
+    unsaved: dict[str, list[int]] = {}
+    for (name, tree), alike in sorted(held.items()):
+        # An optimizer may be saved under other names; what it holds tells it from everything else.
+        renamed = name.startswith("optimizer ") and {*alike[0].values()} <= {*saved.values()}
+        if not renamed and _times_saved(alike[0], saved) < len(alike):
+            unsaved.setdefault(name, []).extend([tree] * len(alike))
+    return unsaved
+
+
 def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     """Run the script, with its checkpoints in our folder and a record of each save."""
     import torch
@@ -139,19 +168,16 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     make, iterate, batches = Checkpointer.__init__, DataLoader.__iter__, dict[str, Any]()
 
     def made(self: Any, directory: Any, **options: Any) -> None:
-        make(self, Path(folder, str(directory).strip("./").replace("/", "_")), **options)
+        name = quote(os.path.relpath(directory), safe="")
+        options["mirror"] = None  # which holds the checkpoints of real runs, and would lose them to those of this one
+        make(self, Path(folder, f"%2E{name[1:]}" if name.startswith(".") else name), **options)
 
     def recorded(save: Any) -> Any:
         def recording(self: Any, step: Any, state: Any, **options: Any) -> Any:
-            leaves, beside = digest(StatefulTree("save", state).state).leaves, dict[str, int]()
-            for name, value in [*_beside(), *batches.items()]:
-                with suppress(StateTreeError):
-                    found = digest(value)
-                    if not {*found.leaves.values()} <= {*leaves.values()}:  # else it is saved
-                        beside[name] = beside.get(name, 0) ^ found.tree
+            leaves = dict(digest(StatefulTree("save", state).state).leaves)
+            row = {"saved": leaves, "beside": _not_saved(leaves, [*_beside(), *batches.items()])}
             with open(record, "a", encoding="utf-8") as file:
-                row = [int(step), self.directory.name, {"saved": dict(leaves), "beside": beside}]
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps([int(step), unquote(self.directory.name), row]) + "\n")
             if 0 <= kill_at <= step:
                 self.close()  # what was saved in the background is complete
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ reproduction that anybody can run. Stagers are looked at with what is for copies
 
 import contextlib
 import copy
+import functools
 import gc
 import time
 from collections import OrderedDict, namedtuple
@@ -19,11 +20,51 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 _SIXTEEN = torch.tensor([-1, 0x7E01, -0x8000, 0x7C01, 1, 0x3C01], dtype=torch.int16)  # NaNs, -0.0, every bit counts
 
 
+def _training_state(number: int) -> dict[str, Any]:
+    """Return a state of a model and an optimizer in which everything is a number."""
+    full = functools.partial(torch.full, fill_value=float(number))
+    model = OrderedDict(
+        weight=torch.nn.Parameter(full((3, 2))),
+        frozen=torch.nn.Parameter(full((2, 2)), requires_grad=False),
+        mean=torch.nn.Buffer(full((2, 1, 2, 1))),
+        half=full((5,), dtype=torch.bfloat16),
+        large=full((1_100_000,)),
+        pair=(full((2,), dtype=torch.float64), full((2,), dtype=torch.int8)),
+    )
+    optimizer: Any = {
+        "state": {0: {"step": full(()), "exp_avg": full((3, 2))}},
+        "param_groups": [{"lr": number, "betas": [number]}],
+    }
+    plain = {"w": full((4096,)), "scale": full(()), "seen": full((3,), dtype=torch.int64), "step": number}
+    return {"model": model, "optimizer": optimizer, **plain}
+
+
+def _refill(held: Any, number: int) -> None:
+    """Write another number everywhere, of which torch's counters of versions do not tell."""
+    for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+        if isinstance(value, torch.Tensor):
+            value.data.fill_(number)
+        elif isinstance(value, int):
+            held[key] = number
+        else:
+            _refill(value, number)
+
+
+def _numbers(held: Any) -> set[float]:
+    """Return the numbers in a state, and in its tensors."""
+    if isinstance(held, torch.Tensor):
+        return {held.min().item(), held.max().item()}
+    values = held.values() if isinstance(held, dict) else held
+    return {float(held)} if isinstance(held, int) else set().union(*map(_numbers, values))
+
+
 def alias_kept(copied: Any) -> None:
     """A copy has memory of its own, also that of a view."""
     base = torch.arange(8.0)
     others = {f"{dtype} {dims}": torch.ones((2,) * dims, dtype=dtype) for dims in (0, 1, 3) for dtype in _DTYPES}
-    result = copied({"w": base, "part": base[2:4], "t": base.view(2, 4).t(), **others})
+    training = _training_state(3)
+    result = copied({"w": base, "part": base[2:4], "t": base.view(2, 4).t(), **others, "training": training})
+    _refill(training, 4)
     for tensor in (base, *others.values()):
         tensor.fill_(-1.0)
     assert result["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], result
@@ -31,6 +72,7 @@ def alias_kept(copied: Any) -> None:
     assert result["t"].tolist() == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]], result
     for name in others:
         assert torch.equal(result[name], torch.ones_like(result[name])), (name, result[name])
+    assert _numbers(result["training"]) == {3.0}, result["training"]
 
 
 def tied_weights(copied: Any) -> None:
@@ -206,27 +248,22 @@ def many_leaves(copied: Any) -> None:
 
 def staged_again(stager: Any) -> None:
     """A state is staged as it is then, however it was changed and as often as it is staged."""
-    state: Any = {"w": torch.zeros(300_000), "seen": torch.zeros(3).long(), "scale": torch.tensor(0.0), "step": 0}
+    state = _training_state(0)
     for step in range(1, 31):
-        for name in ("w", "seen", "scale"):
-            state[name].numpy()[...] = step  # which torch's counters of versions do not tell
-        state["step"] = step
-        staged = stager.wait(stager.stage(state))
-        found = {name: (staged[name].min().item(), staged[name].max().item()) for name in ("w", "seen", "scale")}
-        assert staged["step"] == step, (step, staged["step"])
-        assert all(ends == (step, step) for ends in found.values()), (step, found)
+        _refill(state, step)
+        found = _numbers(stager.wait(stager.stage(state)))
+        assert found == {float(step)}, (step, found)
 
 
 def torn_snapshot(stager: Any) -> None:
     """What was staged does not change when the next state is staged."""
-    state: Any = {"w": torch.zeros(4096), "step": 0, "scale": torch.tensor(0.0), "seen": torch.zeros(3).long()}
+    state = _training_state(0)
     first = stager.wait(stager.stage(state))
-    for name in ("w", "scale", "seen"):
-        state[name].fill_(1)
-    second = stager.wait(stager.stage({**state, "step": 1}))
+    _refill(state, 1)
+    second = stager.wait(stager.stage(state))
     time.sleep(0.1)  # what is copied behind the back of `wait`
-    assert not any(first[name].any() for name in ("w", "scale", "seen")), "the first snapshot has become the second one"
-    assert (first["step"], second["step"], second["scale"].item()) == (0, 1, 1.0), (first["step"], second["step"])
+    assert _numbers(first) == {0.0}, "the first snapshot has become the second one"
+    assert _numbers(second) == {1.0}, _numbers(second)
 
 
 def view_of_a_snapshot(stager: Any) -> None:
@@ -295,21 +332,22 @@ def snapshot_after_a_failed_stage(stager: Any) -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise ValueError("no")
 
-    state: dict[str, Any] = {"w": torch.zeros(64)}
+    state = _training_state(0)
     first = stager.wait(stager.stage(state))
-    state["w"].fill_(1.0)
+    _refill(state, 1)
     with contextlib.suppress(Exception):
         stager.wait(stager.stage({**state, "x": Unpicklable()}))
-    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
+    assert _numbers(first) == {0.0}, "the first snapshot has a part of the one that failed"
 
 
 def snapshot_after_close(stager: Any) -> None:
     """A snapshot outlives its stager."""
     state = {"w": torch.arange(64.0), "large": torch.arange(300_000)}
-    first, staged = (stager.wait(stager.stage(state)) for _ in range(2))
+    first, staged = (stager.wait(stager.stage({**state, "training": _training_state(3)})) for _ in range(2))
     stager.close()
     gc.collect()
     others = [torch.full_like(tensor, -1) for tensor in state.values() for _ in range(8)]
+    assert _numbers([first["training"], staged["training"]]) == {3.0}, (first, staged)
     for name, tensor in state.items():
         assert torch.equal(first[name], tensor), (name, first[name])
         assert torch.equal(staged[name], tensor), (name, staged[name])

@@ -62,10 +62,10 @@ def layouts(
             shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
         kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if partial and dtype in SUMMED else [])]
         placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
-        known = ELEMENTS[:1] if "P" in placements else elements
-        kind = known[0] if len(known) == 1 else draw(st.sampled_from(known))
-        layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)), kind)
-        return draw(_strided(layout, max_side)) if is_strided else layout
+        layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)))
+        layout = draw(_strided(layout, max_side)) if is_strided else layout
+        known = ELEMENTS[:1] if "P" in layout.placements else elements
+        return dataclasses.replace(layout, elements=known[0] if len(known) == 1 else draw(st.sampled_from(known)))
 
     return drawn()
 

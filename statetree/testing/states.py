@@ -36,6 +36,7 @@ _OPTIMIZER = _dict(
 _WRAPS = ("requires_grad", "computed", "parameter", "frozen", "buffer", "subclass", "attribute")
 _SCALAR = Source("torch.tensor(1.0)")  # equal to others, and none of them
 _WITH_GRADIENT = Source("samples.having(torch.nn.Parameter(torch.ones(2)), grad=torch.ones(2))")
+_SPARSE = Source("torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (3,), check_invariants=False)")
 _SLICE = functools.partial(view, kind="slice")
 
 #: Those that faults are found with most often come first: who asks for few examples gets these.
@@ -81,6 +82,7 @@ STATES = (
     _dict(a=node("list", (_dict(z=_W, a=_dict(c=node("tuple", (_dict(z=_W, b=_W, a=_W),))), b=_W),))),  # deep
     *(_dict(w=tensor((300,), dtype)) for dtype in DTYPES if dtype not in TRAINING_DTYPES),  # few functions take them
     _dict(w=tensor(dtype=torch.uint64, elements="infinite")),
+    _dict(w=_SPARSE),
 )
 _SETTINGS = settings(
     settings.get_profile("default"),  # whatever profile tests have: what is found does not depend on it
@@ -100,6 +102,7 @@ def states_on_ranks(world_size: int) -> tuple[Source, ...]:
         *(_dict(w=value(Layout((2 * world_size + 1, 2), everyone, (kind,)))) for kind in ("R", "S0", "S1", "P")),
         *(_dict(w=_spread(everyone, torch.float32, kind)) for kind in ELEMENTS[1:]),
         *(_dict(w=_spread(everyone, dtype, "precise")) for dtype in (torch.float64, torch.int64, torch.bfloat16)),
+        _dict(w=_spread(everyone, torch.bool, "counted")),
     ]
     tied = _dict(a=Source(f"(tied := {value(Layout((3,), everyone, ('S0',)))})"), b=Source("tied"))
     uneven = _dict(w=value(Layout((1,), everyone, ("S0",))), n=value(1), plain=tensor())

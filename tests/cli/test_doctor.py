@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -47,7 +48,32 @@ def load(path):
 
 def save_untied(state, path):
     """Save copies, each for itself: values are kept, ties are not."""
+    if any(isinstance(leaf, torch.UntypedStorage) for leaf in st.flatten(state)[0]):
+        raise TypeError("torch loads them as storages of another class")
     save(st.map_leaves(lambda leaf: st.offload(leaf) if type(leaf) is torch.Tensor else leaf, state), path)
+
+
+def save_lists(state, path):
+    inner = state.get("inner") if type(state) is dict else None
+    save({"inner": list(inner)} if type(inner) is tuple else state, path)
+
+
+def save_without_none(state, path):
+    save({key: value for key, value in state.items() if value is not None} if type(state) is dict else state, path)
+
+
+def save_true_as_one(state, path):
+    save(st.map_leaves(lambda leaf: 1 if leaf is True else leaf, state), path)
+
+
+def copy_clamped(state):
+    """Return a copy without infinite numbers, which no known fault has."""
+    return st.map_leaves(lambda leaf: min(leaf, 1e300) if type(leaf) is float else leaf, st.offload(state))
+
+
+class Clamping:
+    def stage(self, state):
+        return copy_clamped(state)
 
 
 def leaves_the_process(state):
@@ -103,7 +129,10 @@ def test_what_is_wrong_is_said_with_lines_that_show_it(arguments, kind, fault, s
     assert ran.status == (fault is not None)
     if fault is not None:
         assert fault in ran.out
-        lines = [line.removeprefix("    ") for line in ran.out.split(fault)[1].split("\nIt ")[0].splitlines()]
+        lines = [
+            line.removeprefix("    ")
+            for line in re.split("\nIt |\nLaws that ", ran.out.split(fault)[1])[0].splitlines()
+        ]
         start = next(at for at, line in enumerate(lines) if line.startswith(("import ", "from ")))
         end = max(at for at, line in enumerate(lines) if line.startswith(" "))
         compile("\n".join(lines[start : end + 1]), "shown", "exec")
@@ -176,5 +205,23 @@ def test_what_a_save_need_not_keep_is_listed_too(statetree):
     assert ran.status == 0, ran.out
     held, others = ran.out.split("That do not: none.")
     assert "ties" not in held.split("Laws that hold:")[1]
-    assert "Not needed of a save, and not kept:" in others
-    assert "ties" in others
+    assert "Not needed of a save, and not kept: ties." in others
+    refused = others.split("Some states are refused with an error; the smallest:\n  TypeError: torch loads them as")[1]
+    assert "laws.accepts(saved_and_loaded, state)" in refused
+
+
+@pytest.mark.parametrize(
+    ("name", "law"), [("save_lists", "structure"), ("save_without_none", "values"), ("save_true_as_one", "values")]
+)
+def test_a_save_that_loses_structure_or_plain_values_is_found(name, law, statetree):
+    ran = statetree("doctor", f"{HERE}:{name}", "--load", f"{HERE}:load")
+    assert ran.status == 1, ran.out
+    assert f"It does not hold that: {getattr(laws, law).statement}" in ran.out
+
+
+@pytest.mark.parametrize("kind", ["copy", "stager"])
+def test_of_copies_and_stagers_the_laws_are_examined_too(kind, statetree):
+    ran = statetree("doctor", "--as", kind, f"{HERE}:{'copy_clamped' if kind == 'copy' else 'Clamping'}")
+    assert re.search(r"^0 of \d+ checks found a result", ran.out, re.MULTILINE), ran.out
+    assert f"It does not hold that: {laws.values.statement}" in ran.out
+    assert ran.status == 1

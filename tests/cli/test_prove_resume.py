@@ -90,6 +90,25 @@ with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("
         saved.save(step, {"x": x})
 """
 
+NAMED_ALIKE = """
+import statetree
+all_of_it = [statetree.Checkpointer(where, keep=None) for where in ("a/run", "a_run")]
+x = all_of_it[0].restore()["x"] if all_of_it[0].steps() else 0
+for step in range((all_of_it[0].latest_step() or 0) + 1, 7):
+    x += step
+    for number, saved in enumerate(all_of_it):
+        saved.save(step, {"x": x + number})
+"""
+MIRRORED = """
+import statetree
+with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", keep=1) as saved:
+    assert saved._mirror is None
+    x = saved.restore()["x"] if saved.steps() else 0
+    for step in range((saved.latest_step() or 0) + 1, 7):
+        x += step
+        saved.save(step, {"x": x})
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is not above")
@@ -101,11 +120,24 @@ with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
         (ENDING_EARLY, 3, 1, "resumed, and saved last step 3 of run: the whole run step 6 of run."),
-        (BY_THE_CLOCK, 4, 0, "resumed bit for bit: compared at steps 4, 6, 8."),
+        (BY_THE_CLOCK, 4, 0, "resumed bit for bit: compared at steps 4, 6, 8.\nnot compared: steps 9, which the whole"),
+        (NAMED_ALIKE, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
+        (MIRRORED, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
         (OF_TWO, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
         (ONLY_EARLY, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
     ],
-    ids=["unseeded", "anew", "never", "fails", "ends early", "by the clock", "of two", "one of two early"],
+    ids=[
+        "unseeded",
+        "anew",
+        "never",
+        "fails",
+        "ends early",
+        "by the clock",
+        "named alike",
+        "mirrored",
+        "of two",
+        "one of two early",
+    ],
 )
 def test_what_is_said_of_a_script(text, kill_at, status, said, tmp_path, statetree, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -150,3 +182,34 @@ def test_that_nothing_known_was_forgotten_is_no_claim_that_nothing_was(what, sta
     assert said in ran.out, ran.err
     assert "forgotten: nothing" not in ran.out
     assert ran.status == status
+
+
+ALIKE = """
+import sys, statetree, torch
+pairs = []
+for _ in range(2):
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pairs.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)))
+kept = [each for number, pair in enumerate(pairs) for each in pair[: 2 + (number >= int(sys.argv[1]))]]
+with statetree.Checkpointer("run") as saved:
+    step = saved.restore({"kept": kept, "step": 0})["step"] if saved.steps() else 0
+    for step in range(step + 1, 6):
+        for model, optimizer, scheduler in pairs:
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        saved.save(step, {"kept": kept, "step": step})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_of_schedulers_that_are_alike_those_that_are_not_saved_are_named(left_out, tmp_path, statetree):
+    script = tmp_path / "script.py"
+    script.write_text(ALIKE)
+    ran = statetree("prove-resume", "--kill-at", "4", script, str(left_out))
+    assert ran.status == bool(left_out), ran.out + ran.err
+    assert ("forgotten: scheduler StepLR\n" in ran.out) == bool(left_out)

@@ -112,7 +112,7 @@ class Frees(Keeps):
     def close(self):
         for leaf in st.flatten(self.kept.pop("last", []))[0]:
             if isinstance(leaf, torch.Tensor):
-                leaf.fill_(-1)
+                leaf.data.fill_(-1)
 
 
 class Aliases(Keeps):
@@ -143,6 +143,37 @@ STAGERS = [
     lambda: Frees(None),
     lambda: Aliases(None),
 ]
+
+
+class Reuses(Keeps):
+    """Copies into the tensors that it has, where the key says so."""
+
+    def stage(self, state):
+        def one(path, leaf):
+            if not (isinstance(leaf, torch.Tensor) and self.key(path, leaf)):
+                return leaf
+            buffer = self.kept.setdefault((path, leaf.dtype, leaf.shape), leaf)
+            buffer.data.copy_(leaf.data)
+            return buffer
+
+        return st.map_with_path(one, st.offload(state))
+
+
+REUSED = {
+    "nested": lambda path, leaf: len(path) > 1,
+    "parameters": lambda path, leaf: isinstance(leaf, torch.nn.Parameter),
+    "buffers": lambda path, leaf: isinstance(leaf, torch.nn.Buffer),
+    "of several dims": lambda path, leaf: leaf.dim() > 1,
+    "bfloat16": lambda path, leaf: leaf.dtype == torch.bfloat16,
+    "large": lambda path, leaf: leaf.numel() > 1 << 20,
+    "in tuples": lambda path, leaf: "pair" in path,
+    "of no dims": lambda path, leaf: leaf.dim() == 0,
+}
+
+
+@pytest.mark.parametrize("key", REUSED.values(), ids=REUSED)
+def test_a_stager_that_reuses_some_of_its_memory_is_found(key):
+    assert "torn_snapshot" in conformance(stager=lambda: Reuses(key)).failed
 
 
 def test_each_fault_of_stagers_is_found_in_a_stager_that_has_it():
