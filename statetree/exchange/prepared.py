@@ -90,8 +90,8 @@ class Preparation:
     def finish(self, name: str, tree: T) -> Prepared[T]:
         """Return what was prepared: ``tree`` is what was returned by what was called, ``name`` in messages."""
         if self.call is None or not self.held:
-            msg = f"prepare: expected gather, distribute, broadcast or reshard, got {name}. Call it as it is."
-            raise TypeError(msg)
+            expected = "gather, distribute, broadcast or reshard, of a state and not of a delta"
+            raise TypeError(f"prepare: expected {expected}, got {name}. Call it as it is.")
         return Prepared(self, self.call, tree)
 
 

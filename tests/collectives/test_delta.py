@@ -128,6 +128,37 @@ def another_base_is_refused_on_every_rank():
     assert (name, "expected a leaf of the base" in message) == ("TreeMismatch", True), message
 
 
+def what_like_lacks_or_has_in_another_shape_is_refused_on_every_rank():
+    mesh = init_device_mesh("cpu", (2,))
+    spread = lambda whole: distribute_tensor(whole.clone(), mesh, [Shard(0)])  # noqa: E731 - as a table
+    zeros = torch.zeros(6, 4)
+    one, all_of_it = zeros.clone(), zeros + 1
+    one[3, 1] = 1
+    to_pairs = statetree.Conversion([("q", "k", "(h two) m -> (two h) m")], sizes={"two": 2})
+    likes = {
+        "another name": {"module.k": spread(zeros)},
+        "nothing": {},
+        "another shape": {"k": spread(zeros.view(4, 6))},
+        "another shape, plain": {"k": zeros.view(4, 6).clone()},
+        "another dtype": {"k": spread(zeros.double())},
+        "converted": to_pairs({"q": spread(zeros)}),
+    }
+    for new in (one, all_of_it):
+        change = statetree.delta({"k": spread(new)}, {"k": spread(zeros)})
+        for which, like in likes.items():
+            name, message = attempt(lambda: statetree.reshard(change, like))  # noqa: B023 - called at once
+            said = "the delta was made for another tree at k: expected " in message
+            assert name in ("TreeMismatch", "RankMismatch"), (
+                which,
+                name,
+                message,
+            )  # the other rank may hold what is wrong
+            assert said, (which, message)
+            check_in_step()
+        moved = statetree.reshard(change, {"k": zeros.clone()})
+        assert statetree.apply_delta(moved, {"k": zeros.clone()})["k"].equal(new)
+
+
 def damaged_deltas_are_not_moved():
     source, target = Layout((12, 5), (0, 1), ("S0",)), Layout((12, 5), (0, 1), ("S1",))
     full = torch.zeros(12, 5)  # in which a position that was damaged is not seen by what lies there
@@ -140,7 +171,7 @@ def damaged_deltas_are_not_moved():
         head = first.head.clone()
         head[2] ^= 1 << bit if bit < 63 else -(1 << 63)
         broken.append(replace(first, head=head))
-    head = first.head + torch.tensor([1, 0, 0])
+    head = first.head + torch.eye(1, len(first.head), dtype=torch.int64)[0]
     for damaged in (*broken, replace(first, values=first.values + 1), replace(first, head=head)):
         change = replace(change, tensors={**change.tensors, "w": damaged})
         name, message = attempt(lambda: statetree.reshard(change, state(full, target)))  # noqa: B023 - called at once
@@ -191,6 +222,7 @@ def deltas_are_broadcast():
         (leaves_of_several_tensors_go_to_other_layouts, 2),
         (two_in_a_row, 2),
         (another_base_is_refused_on_every_rank, 2),
+        (what_like_lacks_or_has_in_another_shape_is_refused_on_every_rank, 2),
         (damaged_deltas_are_not_moved, 2),
         (partials_are_refused, 2),
         (deltas_are_broadcast, 2),

@@ -87,12 +87,12 @@ class TensorChange:
     """
 
     #: By how much each position is above the one before it, the first being `head[0]`; unsigned bytes or wider
-    #: integers. Where everything that this rank holds is replaced, nothing; of a distributed part three rows of
-    #: `int64`: the global shape, the first index of this rank's box, and the index behind its last.
+    #: integers. Where everything that this rank holds is replaced, nothing; of a distributed part two rows of
+    #: `int64`: the first index of this rank's box, and the index behind its last.
     gaps: torch.Tensor
     values: torch.Tensor  # the elements for these positions; of a part that is replaced, all that this rank holds
-    #: Three `int64`: the first position (-1: everything is replaced), the number of elements of the global shape, and a
-    #: number for who holds them.
+    #: `int64`: the first position (-1: everything is replaced), how many elements there are, who holds them (a number),
+    #: and the global shape.
     head: torch.Tensor
     sums: torch.Tensor  # two rows of two `int64`: sums of the elements there before and after
 
@@ -101,29 +101,32 @@ class TensorChange:
         """Whether all elements are replaced."""
         return int(self.head[0]) == -1
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.head[3:].tolist())
+
     def positions(self) -> torch.Tensor:
         """Return the positions in the order of the values."""
         if not self.is_whole:
             return from_gaps(int(self.head[0]), self.gaps)
-        shape, box = self._box()
-        return out_of_box(torch.arange(box.volume, device=self.values.device), box, shape)
+        box = self._box()
+        return out_of_box(torch.arange(box.volume, device=self.values.device), box, self.shape)
 
-    def _box(self) -> tuple[tuple[int, ...], Box]:
-        """Return the shape, and what this rank holds, of a part that is replaced."""
-        if not self.gaps.numel():
-            return (int(self.head[1]),), whole_box([int(self.head[1])])
-        shape, start, stop = map(tuple, self.gaps.view(3, -1).tolist())
-        return shape, Box(start, stop)
+    def _box(self) -> Box:
+        """Return what this rank holds of a part that is replaced."""
+        return Box(*map(tuple, self.gaps.view(2, -1).tolist())) if self.gaps.numel() else whole_box(self.shape)
 
     def check(self, verb: str, name: str) -> None:
         """Raise ``TreeMismatch`` unless it can be a change. Only its sums tell whether it is the one that was made."""
         fits = all(map(has_elements, (self.gaps, self.values, self.head, self.sums)))
-        fits = fits and self.head.shape == (3,) and self.sums.shape == (2, FEW) and self.gaps.dim() == 1
-        fits = fits and self.head.dtype == self.sums.dtype == torch.int64 and int(self.head[2]) in HOLDERS
-        if fits and self.is_whole and self.gaps.numel() % 3 == 0:
-            shape, box = self._box()
-            fits = all(0 <= start <= stop <= size for start, stop, size in zip(*box, shape, strict=True))
-            fits = fits and prod(shape) == int(self.head[1]) and box.volume == self.values.numel()
+        fits = fits and self.head.dim() == self.gaps.dim() == 1 and self.sums.shape == (2, FEW)
+        fits = fits and len(self.head) >= 3 and self.head.dtype == self.sums.dtype == torch.int64
+        fits = fits and int(self.head[2]) in HOLDERS and prod(self.shape) == int(self.head[1])
+        if fits and self.is_whole and self.gaps.numel() in (0, 2 * len(self.shape)):
+            box = self._box()
+            fits = all(0 <= start <= stop <= size for start, stop, size in zip(*box, self.shape, strict=True))
+            fits = fits and box.volume == self.values.numel()
         elif fits:
             fits = self.gaps.dtype in _GAP_DTYPES and self.gaps.numel() == self.values.numel() and not self.is_whole
         if not fits:
@@ -180,8 +183,9 @@ class ValueChange:
 
 
 def stem(name: str) -> str:
-    """Return the name of the leaf of one of several parts."""
-    return name.rstrip("#").rpartition("#")[0]
+    """Return the name of the leaf of one of several parts; of any other leaf, its own."""
+    leaf, mark, _ = name.rstrip("#").rpartition("#")
+    return leaf if mark else name
 
 
 def has_elements(tensor: Any) -> bool:

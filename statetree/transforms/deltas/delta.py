@@ -290,7 +290,7 @@ def _change(a: HeldPart, b: HeldPart) -> TensorChange | None:
             break
     if not many and not blocks:
         return None
-    head = torch.tensor([-1, prod(b.shape), b.holder], dtype=torch.int64, device="cpu")
+    head = torch.tensor([-1, prod(b.shape), b.holder, *b.shape], dtype=torch.int64, device="cpu")
     if not many and count <= most:
         local = torch.cat(blocks).to(new.device)
         values, before = a.take(a.places(local)), b.take(b.places(local.to(old.device))).to(new.device)
@@ -299,7 +299,7 @@ def _change(a: HeldPart, b: HeldPart) -> TensorChange | None:
         if gaps.nbytes + values.nbytes <= old.nbytes:
             return TensorChange(gaps, values, head, torch.stack(sums_at(positions, before, values)).cpu())
     head[0] = -1
-    corners = [] if b.box.sizes == b.shape else [*b.shape, *b.box.start, *b.box.stop]
+    corners = [] if b.box.sizes == b.shape else [*b.box.start, *b.box.stop]
     gaps = torch.tensor(corners, dtype=torch.int64, device=new.device)
     sums = torch.stack([piece_sums(each, b.box, b.shape, FEW).cpu() for each in (old, new)])
     return TensorChange(gaps, plain_copy(new), head, sums)

@@ -52,9 +52,8 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     for name, change in delta.tensors.items():
         key = name if name in rows else stem(name)  # of one of several chunks
         told.setdefault(key, []).append(change)
-    unknown = next(iter([*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]), "")
-    if unknown:
-        raise mismatch(run.verb, unknown, "this leaf in like", "others")
+    for unknown in [*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]:
+        raise mismatch(run.verb, unknown, "this leaf in like", "others", "Pass the tree to apply it to.")
     everyone, here = range(run.group.size), [run.group.rank]
     outgoing: list[list[_Elements]] = [[] for _ in everyone]
     for row, (key, (leaf, names)) in enumerate(rows.items()):
@@ -107,8 +106,9 @@ def _checked(
     if is_meta:
         msg = "the leaf of like at %PATH% is on meta: expected the elements of the base. Load it first."
         raise state.manifest.unsupported(leaf, msg)
-    if change.values.dtype != known.dtype or int(change.head[1]) != prod(shape):
-        raise damaged(state.verb, name, "like has another dtype or shape there")
+    if change.values.dtype != known.dtype or change.shape != shape:
+        expected, got = f"{change.values.dtype} {change.shape}", f"{known.dtype} {shape} in like"
+        raise mismatch(state.verb, name, expected, got, "Pass the tree to apply it to.")
     positions, bits = change.positions().to("cpu"), as_bits(change.values.reshape(-1)).to("cpu")
     if not sums_at(positions, bits)[0].equal(change.sums[1].cpu()):
         raise damaged(state.verb, name, OTHER_CONTENT)
@@ -156,9 +156,11 @@ def _received(state: StateParts, name: str, arrived: Sequence[_Elements]) -> Ten
     values = octets.view(part.piece.dtype)[order][chosen]
     if not len(values):
         return None
-    head = torch.tensor([positions[chosen][0], prod(part.shape), part.holder], dtype=torch.int64, device="cpu")
+    head = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]
     nothing = torch.zeros(2, FEW, dtype=torch.int64, device="cpu")
-    change = TensorChange(as_gaps(positions[chosen]), values, head, nothing)
+    change = TensorChange(
+        as_gaps(positions[chosen]), values, torch.tensor(head, dtype=torch.int64, device="cpu"), nothing
+    )
     return replace(change, sums=LocatedChange(state.verb, name, change, part).sums())
 
 

@@ -111,8 +111,8 @@ class LocatedChange:
         change.check(verb, name)
         self.change, self.part, piece = change, part, part.piece
         numel, count = prod(part.shape), change.values.numel()
-        if int(change.head[1]) != numel or (change.is_whole and count != piece.numel()):
-            raise mismatch(verb, name, f"a tensor of {int(change.head[1])} elements", f"one of {numel}")
+        if change.shape != part.shape or (change.is_whole and count != piece.numel()):
+            raise mismatch(verb, name, f"a tensor of shape {change.shape}", f"one of {part.shape}")
         if change.values.dtype != piece.dtype:
             raise damaged(verb, name, f"expected values of {piece.dtype}, got {change.values.dtype}")
         self.positions = self._places = None
