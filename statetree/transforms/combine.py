@@ -197,7 +197,8 @@ def _keep_ties(cut: Iterable[tuple[Path, str]]) -> None:
     """Raise ``TreeMismatch`` if there are leaves whose ties would be cut."""
     found = [Difference(path, "ties", "values of its own", what) for path, what in dict.fromkeys(cut)]
     if found:
-        raise TreeMismatch.between("combine", found, "Combine trees that are tied alike, and all tied leaves or none.")
+        remedy = "Combine trees that are tied alike, by views of the same strides, and all tied leaves or none."
+        raise TreeMismatch.between("combine", found, remedy)
 
 
 def _later(

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -219,6 +219,23 @@ def quantize():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_scales_are_cut_with_the_rows_or_must_agree(world_size):
     run_ranks(world_size, quantize)
+
+
+def outside_of_the_mesh():
+    mesh, group = DeviceMesh("cpu", [0]), dist.new_group([0])
+    for whole in (A, A[0, 0]):
+        placements = [Shard(0) if whole.ndim else Replicate()]
+        value = distribute_tensor(TwoTensor(whole, whole + 1), mesh, placements, src_data_rank=None)
+        for verb in (st.gather, st.digest, st.partition_replicas):
+            _, message = attempt(functools.partial(verb, {"w": value}))
+            assert "the leaf at w lies on other ranks: expected a mesh with this rank" in message
+            check_in_step()
+        if dist.get_rank() == 0:  # as the message advises
+            assert st.gather({"w": value}, group=group)["w"].a.equal(whole)
+
+
+def test_wrappers_on_a_mesh_without_a_rank_are_refused_on_every_rank():
+    run_ranks(2, outside_of_the_mesh)
 
 
 class Rows:
