@@ -205,11 +205,6 @@ class MeshPart(LeafPart):
     __slots__ = ("cuts", "spec", "steps")
 
     def __init__(self, tensor: torch.Tensor, spec: Any, whole: Sequence[int], cuts: tuple[Cut | None, ...]) -> None:
-        if tensor.ndim != len(cuts):  # torch keeps an empty tensor of one dim where a rank is not in the mesh
-            raise UnsupportedLeaf(
-                "the leaf at %PATH% lies on other ranks: expected a mesh with this rank, of a DTensor of a wrapper "
-                "subclass. Call the verb on the ranks of its mesh, with their group."
-            )
         dims = list(zip(tensor.shape, cuts, strict=True))
         shape = [size if cut is None else whole[cut.dim] * cut.times // cut.over for size, cut in dims]
         super().__init__([tensor], tensor.dtype, shape)
@@ -278,6 +273,11 @@ class MeshPart(LeafPart):
 def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], MeshPart]:
     """Return what makes parts of a ``DTensor``: of a tensor inside its local one, and how that is cut."""
     spec, whole = value._spec, tuple(value.shape)
+    if value._local_tensor.dim() != len(whole):  # torch keeps an empty one of one dim where a rank is not in the mesh
+        raise UnsupportedLeaf(
+            "the leaf at %PATH% lies on other ranks: expected a mesh with this rank, of a DTensor of a wrapper subclass. "
+            "Call the verb on the ranks of its mesh, with their group."
+        )
     return lambda tensor, cuts: MeshPart(tensor, spec, whole, cuts)
 
 

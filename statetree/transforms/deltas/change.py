@@ -115,7 +115,10 @@ class TensorChange:
 
     def _box(self) -> Box:
         """Return what this rank holds of a part that is replaced."""
-        return Box(*map(tuple, self.gaps.view(2, -1).tolist())) if self.gaps.numel() else whole_box(self.shape)
+        if not self.gaps.numel():
+            return whole_box(self.shape)
+        start, stop = self.gaps.view(2, -1).tolist()
+        return Box((*start,), (*stop,))
 
     def check(self, verb: str, name: str) -> None:
         """Raise ``TreeMismatch`` unless it can be a change. Only its sums tell whether it is the one that was made."""
