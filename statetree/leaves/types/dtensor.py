@@ -275,7 +275,7 @@ def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], M
     spec, whole = value._spec, tuple(value.shape)
     if value._local_tensor.dim() != len(whole):  # torch keeps an empty one of one dim where a rank is not in the mesh
         raise UnsupportedLeaf(
-            "the leaf at %PATH% lies on other ranks: expected a mesh with this rank, of a DTensor of a wrapper subclass. "
+            "the leaf at %PATH% lies on other ranks: expected a mesh with this rank, of a DTensor of a wrapper. "
             "Call the verb on the ranks of its mesh, with their group."
         )
     return lambda tensor, cuts: MeshPart(tensor, spec, whole, cuts)
