@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import tempfile
+import warnings
 from contextlib import closing
 from importlib import import_module
 from operator import attrgetter
@@ -15,17 +16,23 @@ from typing import Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, SAME
-from statetree.errors import StateTreeError
+from statetree.errors import StateTreeError, suppress
 
 _SAVED: Final = ("pure", "structure", "geometry", "values")
-_COPIED: Final = (*_SAVED, "ties", "independent", "separate", "stable")
+_COPIED: Final = (*_SAVED, "independent", "separate", "stable")
 #: The laws that must hold. A state that is refused with an error is no fault of what is not a transform.
 _NEEDED: Final = {
     "save": _SAVED,
-    "copy": _COPIED,
-    "stager": _COPIED,
+    "copy": (*_COPIED, "ties"),
+    "stager": _COPIED,  # in shared memory, small storages may be pieces of a large one
     "gather": ("pure", "stable", "structure", "global_values", "ties"),
-    "transform": ("accepts", *_COPIED, "idempotent", "commutes_with_offload", "streams"),
+    "transform": ("accepts", *_COPIED, "ties", "idempotent", "commutes_with_offload", "streams"),
+}
+
+#: What the lines that show something call.
+_CALLED: Final = {
+    "stager": " (copied stages a state with your stager, and waits for it)",
+    "save": " (saved_and_loaded saves a state, and loads it)",
 }
 
 
@@ -52,13 +59,15 @@ def _examine(name: str, kind: str | None, load: str | None) -> int:
     if kind == "save" and loader is None:
         raise StateTreeError("doctor: a save is examined with its load: expected --load package.module:function.")
     click.echo(f"{name} is examined as a {kind}{'' if kind != 'save' else f' with {load}'}.")
-    status = _conformance(name, kind, found) if kind in ("stager", "copy", "gather") else SAME
-    if kind == "stager":
-        from statetree.testing.conformance_suite import StagerAdapter
-
-        with closing(StagerAdapter(found())) as stager:
-            return max(status, _laws(name, kind, stager.copied))
-    return max(status, _laws(name, kind, _round_trip(found, loader) if kind == "save" else found))
+    if kind == "save":
+        return _laws(name, kind, _round_trip(found, loader))
+    if kind == "transform":
+        return _laws(name, kind, found)
+    status = _conformance(name, kind, found)
+    if kind != "stager":
+        return max(status, _laws(name, kind, found, is_judged=True))
+    with closing(_Staged(found)) as staged:
+        return max(status, _laws(name, kind, staged.copied, is_judged=True))
 
 
 def _imported(name: str) -> Any:
@@ -105,6 +114,30 @@ def _round_trip(save: Any, load: Any) -> Any:
     return saved_and_loaded
 
 
+class _Staged:
+    """A stager as a copy: another one after an error, of which nobody says what a stager is good for then."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._stager: Any = None
+
+    def copied(self, state: Any) -> Any:
+        from statetree.testing.conformance_suite import StagerAdapter
+
+        try:
+            self._stager = self._stager or StagerAdapter(self._make())
+            return self._stager.copied(state)
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        stager, self._stager = self._stager, None
+        with suppress(Exception):  # what it says of that, the checks for faults have heard
+            if stager is not None:
+                stager.close()
+
+
 def _conformance(name: str, kind: str, found: Any) -> int:
     from statetree.testing import conformance
 
@@ -123,24 +156,32 @@ def _conformance(name: str, kind: str, found: Any) -> int:
     return DIFFERENT if report.failed else SAME
 
 
-def _laws(name: str, kind: str, transform: Any) -> int:
-    from statetree.testing import check_transform, laws
+def _laws(name: str, kind: str, transform: Any, *, is_judged: bool = False) -> int:
+    """Say which laws hold; ``is_judged`` is whether something is known without them."""
+    from statetree.testing import laws
+    from statetree.testing.transform_check import judged
 
-    report = check_transform(transform, ranks=2 if kind == "gather" else None)
+    needed = [getattr(laws, law) for law in ("accepts", *_NEEDED[kind]) if law != "accepts"]
+    tried = [laws.accepts, *needed] if kind == "stager" else laws.COLLECTIVE if kind == "gather" else laws.ALL
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of each of hundreds of states
+        report = judged(transform, tried, [2 if kind == "gather" else None])
     broken = [name for name in report.broken if name in _NEEDED[kind]]
     needless = [name for name in report.broken if name not in (*broken, "accepts")]
     for verdict in map(report.__getitem__, broken):
-        _tell(f"does not hold that: {verdict.law.statement}\n  {verdict.error}", verdict.source)
+        _tell(f"does not hold that: {verdict.law.statement}\n  {verdict.error}", verdict.source, _CALLED.get(kind, ""))
+    others = [verdict for verdict in report.verdicts if verdict.law is not laws.accepts]
+    if not is_judged and all(verdict.holds is None and verdict.refused for verdict in others):
+        raise _not_judged(name, kind, others[0].error)
     held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
-    click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
+    click.echo(f"\nLaws that hold: {', '.join(held) or 'none'}. That do not: {', '.join(broken) or 'none'}.")
     if needless:
         click.echo(f"Not needed of a {kind}, and not kept: {', '.join(needless)}.")
-    others = [verdict for verdict in report.verdicts if verdict.law is not laws.accepts]
-    if all(verdict.holds is None and verdict.refused for verdict in others):
-        raise _not_judged(name, kind, others[0].error)
-    if "accepts" in report.broken and "accepts" not in broken:
-        click.echo(f"Some states are refused with an error; the smallest:\n  {report['accepts'].error}")
-        click.echo(indent(report["accepts"].source.strip(), "    "))
+    if refused := [verdict for verdict in others if verdict.refused]:
+        counts = [f"{verdict.law.name} {verdict.refused}" for verdict in refused]
+        most = max(verdict.examples + verdict.refused for verdict in refused)
+        click.echo(f"States of {most} that are refused with an error: {', '.join(counts)}. The smallest of these:")
+        click.echo(indent(refused[0].error, "  "))
     return DIFFERENT if broken else SAME
 
 

@@ -6,6 +6,7 @@ At each save the digests of what is saved are recorded, and of what the process 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import random
@@ -17,7 +18,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, unquote
 
 import click
 
@@ -71,7 +71,9 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
             if _differs_by_itself(whole, again, f"{script} differs from run to run, without any kill,"):
                 return FAILED
     click.echo(f"killed at step {kill_at}, resumed, and different at step {save[0]}.")
-    click.echo(f"forgotten: {', '.join(forgotten)}" if forgotten else _UNKNOWN)
+    hedges = {*whole[save]["renamed"], *resumed[save]["renamed"]}
+    said = [f"{name}{' (unless it is saved under other names)' if name in hedges else ''}" for name in forgotten]
+    click.echo(f"forgotten: {', '.join(said)}" if forgotten else _UNKNOWN)
     click.echo(f"so these of the state differ:\n  {shown(names)}")
     return DIFFERENT
 
@@ -124,6 +126,7 @@ def _beside() -> Iterator[tuple[str, Any]]:
     yield "random state of Python", random.getstate()
     if "numpy" in sys.modules:
         yield "random state of NumPy", sys.modules["numpy"].random.get_state()
+    gc.collect()  # what a script has made anew leaves others behind
     for value in gc.get_objects():
         cls = type(value)  # what an object says of its class may be anything
         for kind, base in (("scheduler", torch.optim.lr_scheduler.LRScheduler), ("optimizer", torch.optim.Optimizer)):
@@ -138,8 +141,11 @@ def _times_saved(found: Mapping[str, int], saved: Mapping[str, int]) -> int:
     return sum(all(saved.get(f"{start}{name}") == number for name, number in found.items()) for start in above)
 
 
-def _not_saved(saved: Mapping[str, int], beside: Iterable[tuple[str, Any]]) -> dict[str, list[int]]:
-    """Return the digests of what is held beside the state, by what it is. Equal ones may be saved as often."""
+def _not_saved(saved: Mapping[str, int], beside: Iterable[tuple[str, Any]]) -> tuple[dict[str, list[int]], list[str]]:
+    """Return the digests of what is held beside the state, by what it is, and what may be saved under other names.
+
+    What is held several times has to be saved as often.
+    """
     from statetree.transforms.digest import digest
 
     held: dict[tuple[str, int], list[Mapping[str, int]]] = {}
@@ -148,12 +154,15 @@ def _not_saved(saved: Mapping[str, int], beside: Iterable[tuple[str, Any]]) -> d
             found = digest(value)
             held.setdefault((name, found.tree), []).append(found.leaves)
     unsaved: dict[str, list[int]] = {}
+    renamed: list[str] = []
     for (name, tree), alike in sorted(held.items()):
-        # An optimizer may be saved under other names; what it holds tells it from everything else.
-        renamed = name.startswith("optimizer ") and {*alike[0].values()} <= {*saved.values()}
-        if not renamed and _times_saved(alike[0], saved) < len(alike):
+        # What an optimizer holds tells it from everything else; numbers as those of a scheduler may be anything's.
+        is_there = {*alike[0].values()} <= {*saved.values()}
+        if _times_saved(alike[0], saved) < len(alike) and not (is_there and name.startswith("optimizer ")):
             unsaved.setdefault(name, []).extend([tree] * len(alike))
-    return unsaved
+            if is_there:
+                renamed.append(name)
+    return unsaved, renamed
 
 
 def _child(folder: str, record: str, kill_at: int, script: str) -> None:
@@ -166,18 +175,22 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     from statetree.transforms.digest import digest
 
     make, iterate, batches = Checkpointer.__init__, DataLoader.__iter__, dict[str, Any]()
+    names: dict[Path, str] = {}
 
     def made(self: Any, directory: Any, **options: Any) -> None:
-        name = quote(os.path.relpath(directory), safe="")
+        where = os.path.abspath(directory)
+        own = Path(folder, hashlib.sha256(os.fsencode(where)).hexdigest()[:16], os.path.basename(where) or "root")
+        names[own] = os.path.relpath(where)
         options["mirror"] = None  # which holds the checkpoints of real runs, and would lose them to those of this one
-        make(self, Path(folder, f"%2E{name[1:]}" if name.startswith(".") else name), **options)
+        make(self, own, **options)
 
     def recorded(save: Any) -> Any:
         def recording(self: Any, step: Any, state: Any, **options: Any) -> Any:
             leaves = dict(digest(StatefulTree("save", state).state).leaves)
-            row = {"saved": leaves, "beside": _not_saved(leaves, [*_beside(), *batches.items()])}
+            unsaved, renamed = _not_saved(leaves, [*_beside(), *batches.items()])
+            row = {"saved": leaves, "beside": unsaved, "renamed": renamed}
             with open(record, "a", encoding="utf-8") as file:
-                file.write(json.dumps([int(step), unquote(self.directory.name), row]) + "\n")
+                file.write(json.dumps([int(step), names[Path(self.directory)], row]) + "\n")
             if 0 <= kill_at <= step:
                 self.close()  # what was saved in the background is complete
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -102,12 +102,12 @@ def states_on_ranks(world_size: int) -> tuple[Source, ...]:
         *(_dict(w=value(Layout((2 * world_size + 1, 2), everyone, (kind,)))) for kind in ("R", "S0", "S1", "P")),
         *(_dict(w=_spread(everyone, torch.float32, kind)) for kind in ELEMENTS[1:]),
         *(_dict(w=_spread(everyone, dtype, "precise")) for dtype in (torch.float64, torch.int64, torch.bfloat16)),
-        _dict(w=_spread(everyone, torch.bool, "counted")),
     ]
     tied = _dict(a=Source(f"(tied := {value(Layout((3,), everyone, ('S0',)))})"), b=Source("tied"))
     uneven = _dict(w=value(Layout((1,), everyone, ("S0",))), n=value(1), plain=tensor())
     inside = value(Layout((3,), everyone, ("S0",), geometry="inside"))
-    return (*placed, tied, uneven, _dict(a=inside, b=view(), c=view()))
+    flags = _dict(w=_spread(everyone, torch.bool, "counted"))
+    return (*placed, tied, uneven, _dict(a=inside, b=view(), c=view()), flags)
 
 
 def _spread(ranks: tuple[int, ...], dtype: torch.dtype, elements: str) -> Source:

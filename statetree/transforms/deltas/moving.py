@@ -52,8 +52,8 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     for name, change in delta.tensors.items():
         key = name if name in rows else stem(name)  # of one of several chunks
         told.setdefault(key, []).append(change)
-    for unknown in [*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]:
-        raise mismatch(run.verb, unknown, "this leaf in like", "others", "Pass the tree to apply it to.")
+    if unknown := sorted([*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]):
+        raise mismatch(run.verb, unknown[0], "this leaf in like", "others", "Pass the tree to apply it to.")
     everyone, here = range(run.group.size), [run.group.rank]
     outgoing: list[list[_Elements]] = [[] for _ in everyone]
     for row, (key, (leaf, names)) in enumerate(rows.items()):
