@@ -170,13 +170,13 @@ def check_transform(
     chosen = [_known(law) for law in ((known.ALL if ranks is None else known.COLLECTIVE) if laws is None else laws)]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
-    report = judged(fn, chosen, world_sizes, examples, seed)
+    report = report_on(fn, chosen, world_sizes, examples, seed)
     if laws is not None and not all(verdict.holds for verdict in report.verdicts):
         raise AssertionError(str(report))
     return report
 
 
-def judged(
+def report_on(
     fn: Transform, laws: Iterable[Law], world_sizes: Iterable[int | None] = (None,), examples: int = 200, seed: int = 0
 ) -> Report:
     """Find out which of some laws hold of a transform."""

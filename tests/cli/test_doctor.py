@@ -76,6 +76,14 @@ class Clamping:
         return copy_clamped(state)
 
 
+def impure(state):
+    if type(state) is dict and "v" in state:
+        raise TypeError("no v")
+    if type(state) is dict and "w" in state:
+        state["more"] = 1
+    return st.offload(state)
+
+
 class FailsToClose:
     def stage(self, state):
         return st.offload(state)
@@ -263,3 +271,10 @@ def test_stagers_that_may_be_so_are_not_accused(name, statetree):
     assert (re.search(r"States of \d+ that are refused with an error: ", ran.out) is not None) == (
         name == "RefusesOnce"
     )
+
+
+def test_what_breaks_a_law_is_not_taken_for_a_refusal(statetree):
+    ran = statetree("doctor", "--as", "transform", f"{HERE}:impure")
+    assert f"It does not hold that: {laws.pure.statement}" in ran.out
+    refused = ran.out.split("that are refused with an error: pure ")[1]
+    assert "The smallest of these:\n  TypeError: no v\n" in refused

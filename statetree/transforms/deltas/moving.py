@@ -156,11 +156,10 @@ def _received(state: StateParts, name: str, arrived: Sequence[_Elements]) -> Ten
     values = octets.view(part.piece.dtype)[order][chosen]
     if not len(values):
         return None
-    head = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]
+    known = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]
+    head = torch.tensor(known, dtype=torch.int64, device="cpu")
     nothing = torch.zeros(2, FEW, dtype=torch.int64, device="cpu")
-    change = TensorChange(
-        as_gaps(positions[chosen]), values, torch.tensor(head, dtype=torch.int64, device="cpu"), nothing
-    )
+    change = TensorChange(as_gaps(positions[chosen]), values, head, nothing)
     return replace(change, sums=LocatedChange(state.verb, name, change, part).sums())
 
 
