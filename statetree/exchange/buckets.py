@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from statetree.chunks.boxes import dense_strides
+from statetree.chunks.local import location_of
 from statetree.exchange.plan import ExchangePlan, Move, Round, Transfer, Transport
 from statetree.exchange.stacks import (
     ALIGNMENT,
@@ -301,4 +302,11 @@ def _copy_here(step: _Step, transfers: Sequence[Transfer], executor: Executor) -
         moved = [transfers[move] for move in step.moves(copy)]
         targets += cut_from([transfer.target.pieces[copy.target] for transfer in moved], copy.target_cut)
         sources += cut_from([transfer.source.pieces[copy.source] for transfer in moved], copy.source_cut)
-    executor.copy(targets, sources)
+    pairs = enumerate(zip(targets, sources, strict=True))
+    apart = [number for number, (target, source) in pairs if not _is_same(target, source)]
+    executor.copy([targets[number] for number in apart], [sources[number] for number in apart])
+
+
+def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a rank that sends its own tensors into themselves has nothing to copy."""
+    return target.data_ptr() == source.data_ptr() and location_of(target) == location_of(source)

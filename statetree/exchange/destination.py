@@ -76,6 +76,10 @@ class Destination(ABC):
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves: from where ``sources()`` are, into the layouts of the leaves of ``manifests``."""
 
+    def arriving(self, pending: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Return what moves the elements of a described tree, which fill its own tensors unless it says otherwise."""
+        return pending
+
     def read_stored(self) -> None:  # noqa: B027 - nothing to do, by default
         """Read what the source has not read yet. By default it has read everything."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.boxes import whole_box
@@ -28,9 +30,11 @@ from statetree.exchange.plan import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import IN_A_FILE, is_plain
 from statetree.leaves.copying import prepared_copy
-from statetree.spans.bits import as_plain
+from statetree.spans.bits import as_plain, flat_bytes
 from statetree.spans.columns import Columns
+from statetree.spans.layout import extents, lay_out
 from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.torch_internals import is_zero_tensor, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +98,7 @@ class LikeDestination(Destination):
         self._check_disjoint()
         moved = set(moving)
         self._local = sorted(index for index in matched if index not in moved)
+        self._filled = self._filled_at_once() if options.in_place and source.received is not None else {}
         copied, self._write = self._prepared_copy(source)
         for index, leaf in copied.items():
             self.leaves[index] = leaf
@@ -129,6 +134,39 @@ class LikeDestination(Destination):
                 found[index] = converting_transfer(sources[canonical], target, given, self._dtype(index))
         self._check_sources(found)
         return list(found.values())
+
+    def arriving(self, pending: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Return what moves the elements of a described tree: what is all of a tensor of ``like``, straight there."""
+        moved = list(pending)
+        for number, tensor in self._filled.values():
+            transfer = moved[number]
+            place = flat_bytes(as_sendable(tensor))
+            moved[number] = transfer._replace(target=transfer.target._replace(pieces=[place]))
+        return moved
+
+    def _filled_at_once(self) -> dict[Any, tuple[int, torch.Tensor]]:
+        """Return which tensors of ``like`` can be what pending transfers fill, by the storages of those made for that.
+
+        Then a second model takes no memory, and nothing is copied. Elements that some rank looks at before it writes
+        them do not wait until here; so here no two tensors that are written lie in the same memory, on any rank.
+        """
+        source, received = self.source, self.source.received
+        spans = [_extents(transfer.source.pieces) for transfer in received.pending]
+        sent = [*chain(*spans), *_extents([piece for chunks in source.chunks.values() for piece in chunks.memory])]
+        starts, stops = (sorted([extent[end] for extent in sent]) for end in (0, 1))
+        found: dict[Any, tuple[int, torch.Tensor]] = {}
+        for index in self._local if received.filling else ():
+            made, target = source.leaves[index], self.leaves[index]
+            if not (is_cuttable(made) and is_cuttable(target) and not why_unwritable(target)):
+                continue
+            key = storage_key(made.untyped_storage())
+            number = received.filling.get(key)
+            if number is not None and _are_alike(made, target):
+                start, stop = target.data_ptr(), target.data_ptr() + target.nbytes
+                over = bisect_left(starts, stop) - bisect_right(stops, start)  # how many of them lie there
+                if not over or (over == 1 and spans[number] == [(start, stop)]):
+                    found[key] = number, target
+        return found
 
     def read_stored(self) -> None:
         """Read what is made of stored tensors into its place."""
@@ -301,7 +339,7 @@ class LikeDestination(Destination):
         keys = spec.flat_keys()
         left, right = ({keys[i]: leaves[i] for i in self._local} for leaves in (source.leaves, self.leaves))
         try:
-            result, write = prepared_copy(verb, left, right, cast=self._options.cast)
+            result, write = prepared_copy(verb, left, right, cast=self._options.cast, arriving=self._filled)
         except TreeMismatch as error:
             path_of = dict(zip(keys, spec.paths(), strict=True))
             raise_differences(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
@@ -329,6 +367,23 @@ def _depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
         return True
     held = Columns([part for part in parts if not part.is_meta])
     return bool(shared_elements(held))
+
+
+def _extents(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return from where to where tensors lie at most."""
+    columns = Columns(list(pieces))
+    spans = lay_out(columns, extents(columns)).spans
+    starts = [columns.storages[span.source].data_ptr() for span in spans]
+    return [(start + span.start, start + span.stop) for start, span in zip(starts, spans, strict=True)]
+
+
+def _are_alike(made: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the bytes of a contiguous tensor are those of another one that holds the same elements."""
+    facts = [
+        (tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous(), tensor.is_conj(), tensor.is_neg())
+        for tensor in (made, target)
+    ]
+    return facts[0] == facts[1] and not is_zero_tensor(target)
 
 
 def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:

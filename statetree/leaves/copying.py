@@ -21,7 +21,7 @@ from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, copy_all, 
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -41,8 +41,12 @@ def prepared_copy(
     where: Where | None = None,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
+    arriving: Collection[Any] = (),
 ) -> tuple[Any, Callable[[], None]]:
-    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes."""
+    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
+
+    It does not copy from storages that are ``arriving``, by their keys: somebody else writes what will lie there.
+    """
     pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
@@ -58,6 +62,8 @@ def prepared_copy(
     result = unflatten(pairing.spec, job.result()) if where is None and strict else pairing.completed(job.result())
     if pairing.others or any(node[0].compares_aux for node in pairing.spec.nodes):
         job.look_again()
+    if arriving:
+        job.leave_out(arriving)
     return result, job.write
 
 
@@ -274,6 +280,13 @@ class _CopyJob:
         for index, leaf in zip(self.taken, leaves, strict=True):
             result[index] = leaf
         return result
+
+    def leave_out(self, arriving: Collection[Any]) -> None:
+        """Do not copy from some storages."""
+        kept = [index for index, key in enumerate(self.sources.storage_keys) if key not in arriving]
+        self.sources, self.targets = (
+            Columns([side.tensors[index] for index in kept]) for side in (self.sources, self.targets)
+        )
 
     def write(self) -> None:
         """Copy all tensors, as in one call."""

@@ -130,7 +130,8 @@ def whole_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     nbytes = sum(tensors[index].nbytes for index in large if tensors[index].is_cpu)
     largest_first = sorted(large, key=lambda index: -tensors[index].nbytes)
-    call_together([partial(add, index) for index in largest_first], min(num_threads(nbytes), len(large)))
+    adding = [partial(add, index) for index in largest_first]
+    call_together(adding, min(num_threads(2 * nbytes), len(large)))  # to add takes longer than to copy
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]

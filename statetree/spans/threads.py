@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: torch divides no operation on so many elements (``GRAIN_SIZE``).
 SERIAL_ELEMENTS: Final = 32_768
 #: How many bytes are worth a thread: to start one takes as long as to copy a tenth of them.
-_WORTH_BYTES: Final = 4 << 20
+_WORTH_BYTES: Final = 8 << 20
 #: More threads than this have no more memory bandwidth.
 _MOST_THREADS: Final = 8
 #: How many bytes are moved in one call. Where a core's second cache has 1 MiB, pieces of 384 to 1,020 KiB take a tenth
