@@ -388,3 +388,8 @@ def check_sparse_indices(leaf: torch.Tensor) -> None:
     elif leaf.layout is not torch.strided and not leaf.is_nested:
         first, second = compressed_indices(leaf)
         torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has put a parameter into flat memory, of which each rank holds a part."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import UTC, datetime
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from statetree.cli.table import OutputLine, write_lines
@@ -12,6 +13,9 @@ from statetree.files.untrusted import human, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+#: What is wrong with a folder of a step that is no checkpoint.
+_INCOMPLETE = "no complete checkpoint: files are missing, or the manifest is damaged"
 
 
 def is_run(directory: Path) -> bool:
@@ -31,10 +35,12 @@ def show_steps(directory: Path, *, as_json: bool, verify: bool = False) -> bool:
     steps = _steps_in(directory, verify=verify)
     is_sound = not (verify and any("error" in step for step in steps))
     if as_json:
-        sys.stdout.write(f"{json.dumps({'run': str(directory), 'steps': steps}, indent=2)}\n")
+        found = {"run": str(directory), "steps": [_strict(step) for step in steps]}
+        sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
         return is_sound
     total = human(sum(step["bytes"] for step in steps))
-    sys.stdout.write(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}\n")
+    complete = sum(step.get("error") != _INCOMPLETE for step in steps)
+    sys.stdout.write(f"{printable(str(directory))}: {complete} complete checkpoints, {total}\n")
     lines = []
     for step in steps:
         about = ", ".join([f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()])
@@ -53,8 +59,12 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
     from statetree.files.formats import opened
 
     found = []
-    for number, path in _checkpoints_in(directory):
+    complete, others = _checkpoints_in(directory)
+    for number, path in sorted([*complete.items(), *others.items()]):
         step = {"step": number, "name": path.name, "saved": "", "bytes": 0, "metric": None, "metadata": {}}
+        if number not in complete:
+            found.append({**step, "error": _INCOMPLETE})
+            continue
         try:
             step["saved"], step["bytes"] = _saved(path)
             manifest = read_manifest(path)
@@ -68,24 +78,39 @@ def _steps_in(directory: Path, *, verify: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _checkpoints_in(directory: Any) -> list[tuple[int, Any]]:
-    """Return the steps of a run, or of its mirror, and where they lie."""
-    from statetree.dcp.mirror import steps_at
-    from statetree.dcp.series import Series, name_of
+def _checkpoints_in(directory: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the steps of a run, or of its mirror, and where they lie: the complete ones, and others.
+
+    In a mirror, what has no metadata is none: it may be on its way.
+    """
+    from statetree.dcp.metadata import METADATA
+    from statetree.dcp.mirror import folders_at, steps_at
+    from statetree.dcp.series import Series, folders_in
     from statetree.files.remote import RemotePath
 
     if not isinstance(directory, RemotePath):
-        return [(found.step, directory / found.name) for found in Series(directory).complete()]
-    complete, unknown = steps_at(directory)
-    return [(step, directory / name_of(step)) for step in sorted(complete.keys() | unknown)]
+        complete = {found.step: directory / found.name for found in Series(directory).complete()}
+        return complete, {step: path for step, path in folders_in(directory).items() if step not in complete}
+    there, unknown = steps_at(directory)
+    folders = folders_at(directory)
+    complete = {step: folders[step] for step in folders.keys() & (there.keys() | unknown)}
+    others = {step: folder for step, folder in folders.items() if step not in complete}
+    return complete, {step: folder for step, folder in others.items() if (folder / METADATA).is_file()}
+
+
+def _strict(value: Any) -> Any:
+    """Return a value as JSON has it: numbers that it has none of as texts."""
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_strict, value))
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _saved(path: Any) -> tuple[str, int]:
     """Return when a checkpoint was saved, which a server may not tell, and its bytes."""
     from statetree.dcp.metadata import METADATA
     from statetree.dcp.series import bytes_in
-    from statetree.files.remote import RemotePath
 
     seconds = (path / METADATA).stat().st_mtime
-    nbytes = sum(path.sizes().values()) if isinstance(path, RemotePath) else bytes_in(path)
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else "", nbytes
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else "", bytes_in(path)

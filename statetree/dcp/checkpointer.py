@@ -120,7 +120,7 @@ class Checkpointer(Schedule):
             raise TypeError(msg)
         if on_event is not None:
             check_function("Checkpointer", "on_event", on_event)
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # wherever the process goes
         self._kept = Kept(keep, keep_every, keep_best)
         self._on_event = on_event
         told = partial(tell, on_event, is_first=True)
@@ -321,7 +321,7 @@ class Checkpointer(Schedule):
 
     def best_step(self) -> int | None:
         """Return the step of the complete checkpoint with the lowest ``metric``; ``None`` if none has one."""
-        return next((found.step for found in self._series.best(self._series.complete(), 1)[0]), None)
+        return self._series.best_step()
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, rising; raise while a mirror cannot be reached."""
@@ -387,10 +387,10 @@ class Checkpointer(Schedule):
     def _warn_of_step(self, verb: str, step: int) -> None:
         """Say so if the step does not become the latest one, on the first rank."""
         is_step = type(step) is int and is_first(self._background(verb, "restore").group)
-        latest = max([found.step for found in self._series.at_hand()], default=-1) if is_step else -1
+        latest = self._series.latest_known() if is_step else -1
         if 0 <= latest >= step:
             msg = (
-                f"{verb}: step {step} is not above that of the latest checkpoint in {self.directory}, {latest}: "
+                f"{verb}: step {step} is not above that of the latest checkpoint in {self._series.place}, {latest}: "
                 "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
                 "elsewhere, or remove the later checkpoints."
             )

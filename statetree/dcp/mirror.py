@@ -7,18 +7,19 @@ a killed process left half uploaded is no checkpoint, and is uploaded again or r
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
-from statetree.dcp.metadata import METADATA
+from statetree.dcp.metadata import METADATA, read_described
 from statetree.dcp.series import Series, StepDirectory, identity_of, name_of, steps_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, suppress, unsignalled
+from statetree.files.formats import opened
 from statetree.files.remote import RemotePath, is_url
 from statetree.stager.workers import aside
 
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
 
     from statetree.dcp.series import Kept
 
-T = TypeVar("T")
-
 _log = logging.getLogger("statetree")
 _NAME: Final = re.compile(r"step-(\d{8,})")
-#: How often it is asked where requests fail.
-_ATTEMPTS: Final = 3
 #: The identity of a step that only the mirror has.
 _FAR: Final = (-1, -1)
 
@@ -50,6 +47,9 @@ class MirroredSeries(Series):
             msg = f"Checkpointer: mirror must be a URL that fsspec knows (s3://bucket/run), got {url!r}."
             raise CheckpointError(msg)
         self.url = cast("Any", RemotePath.of(url))
+        if self.url.is_local and os.path.realpath(self.url.path) == os.path.realpath(directory):
+            msg = f"Checkpointer: the mirror {url} is the directory of the checkpoints: expected another place."
+            raise CheckpointError(f"{msg} Pass the URL of one, or no mirror.")
         self._kept = kept
         self._tell = tell
         self._start_idle()
@@ -59,6 +59,11 @@ class MirroredSeries(Series):
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_behind = False
+
+    @property
+    def place(self) -> str:
+        """Where its checkpoints are, for messages."""
+        return f"{self.directory} and its mirror {self.url}"
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, local and mirrored, in the order of steps.
@@ -91,8 +96,8 @@ class MirroredSeries(Series):
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
         with suppress(OSError, CheckpointError):
-            manifest = None if checkpoint.identity == _FAR else read_manifest(self.path(checkpoint))
-            if manifest is not None and steps_at(self.url)[0].get(checkpoint.step) == manifest.save:
+            save = None if checkpoint.identity == _FAR else _save_named_in(self.path(checkpoint))
+            if save is not None and steps_at(self.url)[0].get(checkpoint.step) == save:
                 return _far_step(checkpoint.step)
         return None
 
@@ -114,12 +119,16 @@ class MirroredSeries(Series):
 
     def wait(self) -> None:
         """Wait until what is being uploaded is there, or has failed."""
-        thread = self._thread
+        thread = aside(self._uploading)
         if thread is threading.current_thread():  # in on_event
             msg = "close: it would wait for the upload that calls on_event: expected another thread, got the upload's."
             raise CheckpointError(f"{msg} Close it in the training loop.")
         if thread is not None:
             thread.join()
+
+    def _uploading(self) -> threading.Thread | None:
+        with self._lock:  # in which it is started, too
+            return self._thread
 
     def _run(self) -> None:
         while True:
@@ -130,26 +139,33 @@ class MirroredSeries(Series):
                 self._is_behind = False
             try:
                 self._catch_up()
-            except unsignalled(Exception) as error:  # whatever it is, training goes on
+            except BaseException as error:  # noqa: BLE001 - whatever it is, training goes on, and later steps follow
                 _log.warning("the mirror %s is behind, until the next save: %r", self.url, error)
 
     def _catch_up(self) -> None:
         there, unknown = steps_at(self.url)
         for near in self.local():
             folder = self.path(near)
-            manifest = read_manifest(folder)
-            save = "" if manifest is None else manifest.save
             try:
+                manifest = read_manifest(folder)
+                save = "" if manifest is None else manifest.save
                 if near.step not in unknown and (there.get(near.step) == save or self._upload(near)):
                     there[near.step] = save
+            except CheckpointError as error:  # a later one may be whole
+                _log.warning("step %d is not uploaded to the mirror %s: %s", near.step, self.url, error)
             except FileNotFoundError:
                 if folder.exists():
                     raise  # else it was removed meanwhile
         self._prune(sorted(there), unknown)
 
     def _upload(self, near: StepDirectory) -> bool:
-        """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again."""
+        """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again.
+
+        Raises:
+            CheckpointError: If it is not whole: what the mirror has of its step, or of others, is worth more.
+        """
         since, folder, there = time.monotonic(), self.path(near), self.url / name_of(near.step)
+        opened(folder, skip_foreign=True).check()
         ending = {name: (folder / name).read_bytes() for name in (MANIFEST, METADATA) if (folder / name).exists()}
         (there / METADATA).unlink()
         if there.exists():
@@ -169,7 +185,7 @@ class MirroredSeries(Series):
 
     def _prune(self, complete: Sequence[int], unknown: set[int]) -> None:
         """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
-        folders = _folders_at(self.url)
+        folders = folders_at(self.url)
         staying = self.staying(self._kept, list(map(_far_step, complete)))
         kept = {found.step for found in [*self.local(), *staying]} | unknown
         for step, folder in folders.items():
@@ -186,9 +202,9 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
     """
     found: dict[int, str] = {}
     unknown: set[int] = set()
-    for step, folder in _folders_at(url).items():
+    for step, folder in folders_at(url).items():
         try:
-            save = _asked(partial(_save_in, folder))
+            save = _save_in(folder)
         except unsignalled(OSError) as error:
             _log.warning("step %d of the mirror %s cannot be looked at: %s", step, url, error)
             unknown.add(step)
@@ -198,24 +214,22 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
     return found, unknown
 
 
-def _folders_at(url: RemotePath) -> dict[int, RemotePath]:
+def folders_at(url: RemotePath) -> dict[int, RemotePath]:
     """Return the folders of steps, whatever is in them."""
-
-    def places() -> list[RemotePath]:
-        with suppress(FileNotFoundError):  # nothing was uploaded yet
-            return list(url.iterdir())
-        return []
-
-    matches = [(_NAME.fullmatch(place.name), place) for place in _asked(places)]
+    places: list[RemotePath] = []
+    with suppress(FileNotFoundError):  # nothing was uploaded yet
+        places += url.iterdir()
+    matches = [(_NAME.fullmatch(place.name), place) for place in places]
     return {int(match[1]): place for match, place in matches if match}
 
 
-def _asked(ask: Callable[[], T]) -> T:
-    """Return what the mirror answers; a request that fails is made again."""
-    for _ in range(_ATTEMPTS - 1):
-        with suppress(OSError):
-            return ask()
-    return ask()
+def _save_named_in(folder: Path) -> str | None:
+    """Return which save wrote a checkpoint that may be damaged: its manifest says so, and its metadata."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            return manifest.save
+    return read_described(folder, verify=False).save
 
 
 def _save_in(folder: RemotePath) -> str | None:

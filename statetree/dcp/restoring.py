@@ -7,13 +7,14 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
+from statetree.dcp.groups import by_first, checkpoint_errors, from_all, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.declare import phase
 from statetree.errors import CheckpointError, StateTreeError, unsignalled, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
+from statetree.files.remote import RemotePath
 from statetree.key_paths import printable
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Restoration:
         self._step = step
         self._options = options
         self._left: set[str] = set()  # what the checkpoint has beside the template
-        self._copy: StepDirectory | None = None  # what is read in the place of a damaged one
+        self._copies: list[StepDirectory] = []  # what the mirror has, taken in the place of damaged local ones
+        self._group = group
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
         self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state, to_fill=True))
@@ -46,15 +48,21 @@ class Restoration:
     def run(self, *, fallback: bool) -> Any:
         """Load the checkpoint; if it is damaged, its copy, or with ``fallback`` the newest older one that is whole."""
         damaged: list[CheckpointError] = []
+        latest = self.found.step
         while True:
+            given_up = RemotePath.given_up
             try:
                 loaded = self._load()
             except CheckpointError as error:
                 damaged.append(error)
                 copy = self._by_first(lambda: self._series.copy_of(self.found))
                 if copy is not None:
-                    self.found = self._copy = copy
+                    self.found = copy
+                    self._copies.append(copy)
                     continue
+                is_out_of_reach = any(from_all("restore", RemotePath.given_up > given_up, self._group))
+                if is_out_of_reach and not self._by_first(self._is_here):  # nobody knows that it is damaged
+                    raise damaged[0] from damaged[0].__cause__
                 try:
                     older = self._by_first(self._older)
                 except CheckpointError as outage:  # nobody knows which is the newest older one
@@ -67,11 +75,10 @@ class Restoration:
                 self.found = older
             else:
                 if damaged:
-                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
-                    if self.found == self._copy:
-                        own = f"the local one is damaged: {damaged[-1]}"
-                        what = f"took the mirror's copy of step {self.found.step}, since {own}"
-                    warn(f"restore: {what}")
+                    what = "mirror's copy" if self.found in self._copies else "checkpoint"
+                    which = "the local" if self.found.step >= latest else "a later"
+                    why = f"since {which} one is damaged: {damaged[0]}"
+                    warn(f"restore: took the {what} of step {self.found.step}, {why}")
                 self._tell_left()
                 return on_all_ranks("restore", self._ranks, partial(self._tree.loaded, loaded))
 
@@ -105,7 +112,7 @@ class Restoration:
 
     def _find_instead(self) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if self.found in [*self._series.all(), self._copy]:
+        if self._is_here():
             return None
         try:
             complete = self._series.complete()
@@ -123,12 +130,21 @@ class Restoration:
 
     def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
-        is_here = self.found in [*self._series.all(), self._copy]
-        for older in reversed(self._series.at_hand() if is_here else self._series.complete()):
-            if older.step < self.found.step:
-                try:
-                    opened(self._series.path(older)).check()
-                except unsignalled(CheckpointError, OSError):
-                    continue
+        is_here = self._is_here()
+        complete = self._series.at_hand() if is_here else self._series.complete()
+        for older in [each for each in reversed(complete) if each.step < self.found.step]:
+            given_up = RemotePath.given_up
+            try:
+                opened(self._series.path(older)).check()
+            except unsignalled(CheckpointError, OSError):
+                if RemotePath.given_up > given_up and not is_here:
+                    raise
+                if self._series.copy_of(older) is not None:
+                    return older  # and then the copy, once it is found damaged
+            else:
                 return older
         return None
+
+    def _is_here(self) -> bool:
+        """Whether what is taken lies in the directory, or is a copy of what does."""
+        return self.found in [*self._series.all(), *self._copies]

@@ -7,14 +7,25 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
+from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from statetree.dcp.groups import from_all
 from statetree.dcp.step_numbers import as_int, check_step
-from statetree.errors import CheckpointError, suppress
+from statetree.errors import CheckpointError, suppress, unsignalled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def _as_signal(number: SupportsIndex) -> int:
+    try:
+        found = index(number)
+    except unsignalled(TypeError):
+        raise TypeError(f"save_on: expected signals, such as signal.SIGTERM, got {number!r}.") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"save_on: nobody can handle {signal.Signals(found).name}: expected another signal.")
+    return found
 
 
 class Schedule(ABC):
@@ -46,15 +57,20 @@ class Schedule(ABC):
     def _group_that_agrees(self) -> ProcessGroup | None:
         """Return the ranks that agree on what is due."""
 
-    def save_on(self, *signals: int) -> None:
+    def save_on(self, *signals: SupportsIndex) -> None:
         """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.
 
         A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
         every rank.
+
+        Raises:
+            TypeError: If one is no number of a signal (``signal.SIGTERM``).
+            ValueError: If one cannot be handled, or this is not the main thread.
+            CheckpointError: If it was closed.
         """
         if self._closed:
             raise CheckpointError("save_on: the Checkpointer is closed: expected an open one. Make a new one.")
-        for number in signals:
+        for number in list(map(_as_signal, signals)):
             self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
     def _note(self, number: int, frame: object) -> None:

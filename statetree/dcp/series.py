@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
-from statetree.errors import CheckpointError, suppress, unsignalled
+from statetree.errors import CheckpointError, suppress, unsignalled, warn
 from statetree.files.publishing import alone_in, remove_folder, sync
+from statetree.files.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,15 +44,27 @@ class StepDirectory(NamedTuple):
 
 def identity_of(directory: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Return what tells a checkpoint from another of its name; ``None`` for a directory that is no complete one."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        about = os.stat(os.path.join(directory, METADATA))
-        return (os.stat(directory).st_ino, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
+    with suppress(OSError):
+        inode = os.stat(directory).st_ino
+        try:
+            about = os.stat(os.path.join(directory, METADATA))
+        except unsignalled(FileNotFoundError, NotADirectoryError):
+            return None
+        except unsignalled(OSError):  # a folder that this user may not enter, say: whoever reads in it says so
+            return inode, 0
+        return (inode, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
     return None
 
 
 def name_of(step: int) -> str:
     """Return the name of the directory of a step."""
     return f"step-{step:08}"
+
+
+def folders_in(directory: Path) -> dict[int, Path]:
+    """Return what lies in a directory under the names of steps, complete or not."""
+    named = [(_NAME.fullmatch(entry.name), directory / entry.name) for entry in list(os.scandir(directory))]
+    return {int(match[1]): path for match, path in named if match and match[1] and path.name == name_of(int(match[1]))}
 
 
 class Kept(NamedTuple):
@@ -73,9 +86,11 @@ def _changed(directory: Path) -> int:
     return 0
 
 
-def bytes_in(directory: Path) -> int:
+def bytes_in(directory: Path | RemotePath) -> int:
     """Return how many bytes the files of a checkpoint have."""
     with suppress(OSError):  # it may be removed meanwhile
+        if isinstance(directory, RemotePath):
+            return sum(directory.sizes().values())
         return sum(entry.stat().st_size for entry in list(os.scandir(directory)))
     return 0
 
@@ -86,6 +101,11 @@ class Series:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    @property
+    def place(self) -> str:
+        """Where its checkpoints are, for messages."""
+        return str(self.directory)
+
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, one of each step, in the order of steps."""
         return self.local()
@@ -93,6 +113,12 @@ class Series:
     def at_hand(self) -> list[StepDirectory]:
         """Return them as far as they can be asked for now."""
         return self.complete()
+
+    def latest_known(self) -> int:
+        """Return the highest step, as far as it can be asked for now, and -1 otherwise. It never fails."""
+        with suppress(OSError, CheckpointError):
+            return max([found.step for found in self.at_hand()], default=-1)
+        return -1
 
     def local(self) -> list[StepDirectory]:
         """Return those that lie in the directory, whatever a mirror has."""
@@ -104,9 +130,9 @@ class Series:
         for _ in range(_LOOKS):
             found, before = [], _changed(self.directory)
             with suppress(FileNotFoundError, NotADirectoryError):
-                for entry in list(os.scandir(self.directory)):
+                for entry in self._entries():
                     match = _NAME.fullmatch(entry.name)
-                    if match and entry.is_dir():
+                    if match and os.path.isdir(entry.path):
                         step = int(match[1] or match[2])
                         identity = identity_of(entry.path)
                         if identity and name_of(step) in entry.name.split("."):
@@ -114,6 +140,15 @@ class Series:
             if before == _changed(self.directory):
                 break  # else what took the place of another may have come after the names were read
         return found
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            return list(os.scandir(self.directory))
+        except unsignalled(FileNotFoundError, NotADirectoryError):
+            raise
+        except unsignalled(OSError) as error:
+            msg = f"Checkpointer: {self.directory} cannot be read: expected a directory that can be, got: {error}."
+            raise CheckpointError(f"{msg} Change its permissions, or pass another.") from error
 
     def find(self, verb: str, step: int | None) -> StepDirectory:
         """Return the checkpoint of a step, or the latest; raise ``CheckpointError`` if there is none."""
@@ -126,7 +161,7 @@ class Series:
             return chosen[-1]
         what = "a checkpoint" if step is None else f"one of step {step}"
         raise CheckpointError(
-            f"{verb}: there is no complete checkpoint in {self.directory}: expected {what}, got {steps_of(complete)}. "
+            f"{verb}: there is no complete checkpoint in {self.place}: expected {what}, got {steps_of(complete)}. "
             "Save one first, or pass the directory that holds them."
         )
 
@@ -186,6 +221,15 @@ class Series:
             if manifest is not None and manifest.metric is not None and not isnan(manifest.metric):
                 found.append((manifest.metric, -checkpoint.step, checkpoint))
         return [checkpoint for _, _, checkpoint in sorted(found)[:count]], unknown
+
+    def best_step(self) -> int | None:
+        """Return the step of the lowest metric, with a warning if those of others cannot be read."""
+        found, unknown = self.best(self.complete(), 1)
+        if unknown:
+            warn(
+                f"best_step: the manifests of some checkpoints cannot be read ({steps_of(unknown)}): one may be better."
+            )
+        return found[0].step if found else None
 
     def prune(self, keep: Kept, latest: StepDirectory) -> list[Event]:
         """Remove what was replaced, and all steps that are not kept; never the one just saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,11 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from statetree.errors import TreeMismatch
+from statetree.errors import TreeMismatch, UnsupportedLeaf
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.key_paths import Path
+from statetree.torch_internals import is_flattened
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
 
@@ -43,6 +45,8 @@ class StatefulTree:
         self._leaves, self._spec = flatten_for(verb, tree, is_leaf=_is_stateful)
         self._mask = list(map(_is_stateful, self._leaves))
         self._paths = list(compress(self._spec.paths(), self._mask)) if any(self._mask) else []
+        for value, path in self._objects():
+            _refuse_flattened(verb, value, path)
         self._states = [self._ask("state_dict", value, path) for value, path in self._objects()]
         if to_fill:
             pairs = zip(self._objects(), self._states, strict=True)
@@ -105,6 +109,22 @@ class StatefulTree:
         return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
 
 
+def _refuse_flattened(verb: str, value: Any, path: Path) -> None:
+    """Raise ``UnsupportedLeaf`` for an optimizer of FSDP1's: its tensors do not say that each rank has a part."""
+    if isinstance(value, torch.optim.Optimizer) and any(map(is_flattened, parameters_of(value))):
+        msg = (
+            f"{verb}: FullyShardedDataParallel has flattened the parameters of the optimizer at {path or '<root>'}: "
+            "expected one whose tensors say which rank holds what. Pass what get_optimizer_state_dict(model, "
+            "optimizer) of torch.distributed.checkpoint.state_dict returns."
+        )
+        raise UnsupportedLeaf(msg, path)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, in the order of their numbers in its state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _divided(stored: OpenedCheckpoint) -> set[int]:
     """Return the mappings, by their ids, that stand in a checkpoint's tree for leaves made of several tensors."""
     visits = flatten_for("restore", stored.tree)[1].walk() if stored.divided else ()
@@ -118,6 +138,8 @@ def _apart(state: Any) -> Any:
     return unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
+#: Where an optimizer's state has what it keeps of its parameters, by their numbers.
+_MOMENTS: Final = ("state",)
 #: Stands for a leaf that an object's state lacks.
 _LACKING: Final = object()
 
@@ -125,8 +147,9 @@ _LACKING: Final = object()
 def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int]) -> tuple[Any, Any]:
     """Return a template for what is stored of an object, with the leaves of its state; and with those that it lacks.
 
-    An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
-    path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
+    An optimizer that has not stepped yet has no state, one that has gone on has more; a loader's differs from one
+    moment to the next. Where another own path has no counterpart, it may be an entry of this rank alone, or an error:
+    the load knows.
     """
     try:
         saved, outline = flatten_for("restore", path(tree), is_leaf=lambda node: id(node) in divided)
@@ -136,16 +159,29 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
     known, whole = {path[:count] for path in paths for count in range(len(path) + 1)}, set(paths)
-    is_all_there = own.keys() >= whole and _containers(spec) >= _containers(outline)
-    if is_all_there or not all(
-        path in known or any(path[:count] in whole for count in range(len(path))) for path in own
-    ):
+    others = {
+        path for path in own if path not in known and not any(path[:count] in whole for count in range(len(path)))
+    }
+    parameters = dict(enumerate(parameters_of(value))) if isinstance(value, torch.optim.Optimizer) else {}
+    pairs = list(zip(paths, saved, strict=True))
+    gone: set[Any] = set()
+    if parameters and all(path[1] in parameters for path in paths if path[:1] == _MOMENTS and len(path) > 1):
+        # It has stepped since: what it did not have then, or had as a plain value, it gives up.
+        gone = {path for path in others if path[:1] == _MOMENTS}
+        gone |= {path for path, leaf in pairs if path[:1] == _MOMENTS and path in own and _is_other(own[path], leaf)}
+        own, others = {path: leaf for path, leaf in own.items() if path not in gone}, others - gone
+    is_all_there = not gone and own.keys() >= whole and _containers(spec) >= _containers(outline)
+    if is_all_there or others:
         return state, state
-    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
-    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
-    pairs = zip(paths, saved, strict=True)
     made = [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs]
     return unflatten(outline, made), unflatten(outline, [own.get(path, _LACKING) for path in paths])
+
+
+def _is_other(own: Any, saved: Any) -> bool:
+    """Whether one is a tensor and the other a plain value, as with what LBFGS has had no use for yet."""
+    if isinstance(saved, StoredTensor):
+        return not isinstance(own, torch.Tensor)
+    return isinstance(own, torch.Tensor) and not isinstance(saved, Mapping)
 
 
 def _containers(spec: TreeSpec) -> set[tuple[Any, ...]]:

@@ -42,7 +42,7 @@ def as_metric(verb: str, metric: Any) -> float | None:
         return None
     try:
         return float(metric)
-    except unsignalled(TypeError, ValueError, RuntimeError) as error:
+    except unsignalled(TypeError, ValueError, RuntimeError, OverflowError) as error:
         msg = f"{verb}: metric must be a number, or None: expected a float, got {type(metric).__qualname__}. {error}"
         raise TypeError(msg) from None
 

@@ -36,6 +36,8 @@ _MARKS: Final = ("ETag", "etag", "LastModified", "mtime", "created", "checksum",
 _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 #: The protocols of files on this machine, as fsspec names them.
 _NEAR: Final = frozenset({"file", "local"})
+#: How often a request is made that fails.
+_ATTEMPTS: Final = 3
 
 
 def is_url(path: Any) -> bool:
@@ -65,6 +67,9 @@ def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or d
 
 class RemotePath:
     """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here."""
+
+    #: How many requests of this process failed for good: what they were for may be whole.
+    given_up = 0
 
     def __init__(self, system: Any, path: str) -> None:
         self.system = system
@@ -102,6 +107,12 @@ class RemotePath:
         return RemotePath(self.system, f"{self.path}/{name}")
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is a path of this machine."""
+        protocol = self.system.protocol
+        return not _NEAR.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+    @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
@@ -124,7 +135,7 @@ class RemotePath:
     def info(self) -> dict[str, Any]:
         """Ask what lies there now. Raises ``FileNotFoundError`` if nothing does."""
         self._ask(self.system.invalidate_cache, self.parent.path)
-        found: dict[str, Any] = self._ask(self.system.info, self.path)
+        found: dict[str, Any] = self._read(self.system.info, self.path)
         return found
 
     def _ask(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -135,6 +146,20 @@ class RemotePath:
             raise
         except Exception as error:
             raise OSError(f"{self} cannot be reached: {type(error).__name__}: {error}") from error
+
+    def _read(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what the file system answers, of what changes nothing there: a request that fails is made again."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._ask(function, *args, **options)
+            except unsignalled(OSError) as error:
+                if isinstance(error, FileNotFoundError):  # which is an answer
+                    raise
+        try:
+            return self._ask(function, *args, **options)
+        except unsignalled(OSError):
+            RemotePath.given_up += 1
+            raise
 
     def _kind(self) -> str:
         try:
@@ -169,26 +194,26 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         self._ask(self.system.invalidate_cache, self.path)
-        for found in self._ask(self.system.ls, self.path, detail=False):
+        for found in self._read(self.system.ls, self.path, detail=False):
             if found.rstrip("/") != self.path:
                 yield RemotePath(self.system, found)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in a folder, by their names."""
         self._ask(self.system.invalidate_cache, self.path)
-        rows = self._ask(self.system.ls, self.path, detail=True)
+        rows = self._read(self.system.ls, self.path, detail=True)
         return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in rows}
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a range of the file."""
-        return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
+        return bytes(self._read(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
         """Return the content of a small file."""
         size = int(self.info()["size"])
         if size > limit:
             raise CheckpointError(f"{self.name} has {size} bytes: expected at most {limit}")
-        return bytes(self._ask(self.system.cat_file, self.path))
+        return bytes(self._read(self.system.cat_file, self.path))
 
     def upload(self, file: Path) -> None:
         """Put a local file there. It is there as a whole, or not at all, if the file system has it so."""

@@ -59,7 +59,8 @@ def value_number(value: Any) -> int:
             _, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
         found.append(value_text(rest).encode("utf-8", "surrogatepass"))
     if not is_made_of_views(recipe):
-        found += [str(known and _as_texts(known)).encode("utf-8", "surrogatepass") for known in facts_inside(value)]
+        inside = [str(_as_texts(known)) for known in facts_inside(value) if known is not None]
+        found += [text.encode("utf-8", "surrogatepass") for text in inside]
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None
         part = unpacked.parts[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from datetime import UTC, datetime
@@ -132,3 +133,50 @@ def test_a_step_that_is_removed_meanwhile_is_not_listed(run, statetree, monkeypa
 
     monkeypatch.setattr(Series, "complete", then_removed)
     assert [step["step"] for step in statetree("show", "--json", run).json["steps"]] == [10, 30]
+
+
+@pytest.mark.parametrize("harm", ["no metadata", "nothing", "a link to nothing"])
+def test_a_step_that_is_no_checkpoint_is_named(run, harm, statetree):
+    step = run / "step-00000020"
+    if harm == "no metadata":
+        (step / ".metadata").unlink()
+    else:
+        shutil.rmtree(step)
+        step.mkdir() if harm == "nothing" else step.symlink_to("nowhere")
+    (run / "step-00000030" / ".statetree_manifest").unlink()
+    (run / ".step-00000040.partial-0").mkdir()
+    (run / "step-1").mkdir()
+    ran = statetree("show", "--verify", run)
+    assert ran.status == 2
+    first, *lines = ran.out.splitlines()
+    assert "2 complete checkpoints" in first
+    assert [line.split()[0] for line in lines] == ["step-00000010", "step-00000020", "step-00000030"]
+    assert "no complete checkpoint: files are missing" in lines[1]
+    assert "it has no .statetree_manifest file" in lines[2]
+    assert statetree("show", run).status == 0
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".statetree_manifest"])
+def test_a_step_of_a_mirror_that_is_damaged_is_named(tmp_path, name, statetree, mirror):
+    with Checkpointer(tmp_path / "run", mirror=mirror) as saved:
+        saved.save(1, {"w": torch.zeros(10)})
+        saved.save(2, {"w": torch.zeros(10)})
+    system = fsspec.filesystem("memory")
+    if name == ".statetree_manifest":
+        system.pipe_file(f"/mirror/step-00000001/{name}", b"damaged")
+    else:
+        system.rm_file(f"/mirror/step-00000001/{name}")
+    ran = statetree("show", "--verify", mirror)
+    assert ran.status == 2
+    first, damaged, whole = ran.out.splitlines()
+    assert "1 complete checkpoints" in first
+    assert "no complete checkpoint" in damaged
+    assert "verified" in whole
+
+
+def test_numbers_that_json_lacks_are_texts(tmp_path, statetree):
+    with Checkpointer(tmp_path / "run") as saved:
+        saved.save(1, {}, metric=float("nan"), metadata={"a": float("inf"), "b": [float("nan"), 1.5, {"c": 2}]})
+    ran = statetree("show", "--json", tmp_path / "run")
+    (step,) = json.loads(ran.out, parse_constant=pytest.fail)["steps"]
+    assert (step["metric"], step["metadata"]) == ("nan", {"a": "inf", "b": ["nan", 1.5, {"c": 2}]})

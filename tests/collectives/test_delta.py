@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
@@ -214,9 +214,27 @@ def deltas_are_broadcast():
     assert statetree.similarity(result, new, values=True)
 
 
+def one_memory_in_two_layouts():
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+
+    def tree(value):
+        w = distribute_tensor(torch.full((4, 4), value), mesh, [Shard(0)], src_data_rank=None)
+        return {"w": w, "local": w.to_local(), "other": DTensor.from_local(w.to_local(), mesh, [Shard(1)])}
+
+    kind, message = attempt(lambda: statetree.delta(tree(1.0), tree(0.0)))  # no delta that its base would refuse
+    assert kind == "TreeMismatch"
+    assert "ties at w" in message
+    assert not statetree.delta(tree(1.0), tree(1.0)).changed
+    whole = distribute_tensor(torch.arange(4.0), mesh, [Replicate()], src_data_rank=None)
+    base, new = ({"w": held, "local": held.to_local()} for held in (whole, whole + 1))
+    statetree.apply_delta(statetree.delta({"w": new["w"], "local": new["w"].to_local()}, base), base)
+    assert torch.equal(base["local"], torch.arange(4.0) + 1), rank
+
+
 @pytest.mark.parametrize(
     ("check", "world_size"),
     [
+        (one_memory_in_two_layouts, 2),
         (deltas_go_to_other_layouts, 2),
         pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
         (leaves_of_several_tensors_go_to_other_layouts, 2),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import threading
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import statetree as st
 from statetree import dcp
 from statetree.dcp import Checkpointer
+from statetree.dcp.series import Series
+from statetree.testing import run_ranks
 
 
 @pytest.mark.parametrize("convert", [str, pathlib.Path], ids=["text", "Path"])
@@ -112,3 +116,119 @@ def test_an_object_that_holds_a_lock_is_to_be_left_out_or_registered():
         st.UnsupportedLeaf, match=r"Leave it out of the state, or register Loader as a container .*atom"
     ):
         st.offload({"loader": Loader()})
+
+
+def test_a_relative_directory_is_where_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run") as saved:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        saved.save(1, {"a": 1})
+        assert saved.restore() == {"a": 1}
+    assert Checkpointer(tmp_path / "run").steps() == [1]
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("given", ["SIGTERM", None, 1.5, [signal.SIGUSR1]])
+def test_what_is_no_signal_is_refused(given, tmp_path):
+    with Checkpointer(tmp_path) as saved, pytest.raises(TypeError, match="save_on: expected signals, such as"):
+        saved.save_on(given)
+
+
+def test_signals_that_nobody_handles_are_refused(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    with Checkpointer(tmp_path) as saved:
+        with pytest.raises(ValueError, match="save_on: nobody can handle SIGKILL"):
+            saved.save_on(signal.SIGUSR1, signal.SIGKILL)
+        assert signal.getsignal(signal.SIGUSR1) == before
+        saved.save_on(np.int64(signal.SIGUSR1))
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_metric_that_no_float_holds_is_refused(tmp_path):
+    with Checkpointer(tmp_path) as saved, pytest.raises(TypeError, match="save: metric must be a number"):
+        saved.save(1, {"a": 1}, metric=10**400)
+
+
+def test_a_best_step_among_metrics_that_cannot_be_read_is_doubted(tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        for step, metric in ((1, 0.9), (2, 0.1), (3, 0.5)):
+            saved.save(step, {"a": step}, metric=metric)
+        assert saved.best_step() == 2
+        (saved.path(2) / ".statetree_manifest").write_bytes(b"damaged")
+        with pytest.warns(UserWarning, match=r"best_step: .* cannot be read \(steps: 2\): one may be better"):
+            assert saved.best_step() == 3
+
+
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """A run of two steps, of which this user may not enter the second."""
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"a": 1}, metric=1.0)
+        saved.save(2, {"a": 2}, metric=0.5)
+    inside, stat, open_ = f"{saved.path(2)}/", os.stat, os.open
+
+    def refusing(call):
+        def refuse(path, *args, **options):
+            if not isinstance(path, int) and os.fspath(path).startswith(inside):
+                raise PermissionError(13, "Permission denied", os.fspath(path))
+            return call(path, *args, **options)
+
+        return refuse
+
+    monkeypatch.setattr(os, "stat", refusing(stat))
+    monkeypatch.setattr(os, "open", refusing(open_))
+    return tmp_path
+
+
+def test_a_step_that_this_user_may_not_enter_hides_no_other(locked):
+    with Checkpointer(locked) as saved:
+        assert (saved.steps(), saved.latest_step()) == ([1, 2], 2)
+        assert saved.restore(step=1) == {"a": 1}
+        for ask in (saved.restore, saved.metadata):
+            with pytest.raises(st.CheckpointError, match="Permission denied"):
+                ask()
+        with pytest.warns(UserWarning, match="took the checkpoint of step 1"):
+            assert saved.restore(fallback=True) == {"a": 1}
+        with pytest.warns(UserWarning, match="best_step"):
+            assert saved.best_step() == 1
+        saved.save(3, {"a": 3})
+        assert saved.restore() == {"a": 3}
+
+
+def test_a_directory_that_this_user_may_not_read_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"a": 1})
+        monkeypatch.setattr(os, "scandir", refuse)
+        for ask in (saved.steps, saved.latest_step, saved.best_step, saved.path, saved.metadata, saved.restore):
+            with pytest.raises(st.CheckpointError, match=f"Checkpointer: {tmp_path} cannot be read: .*denied"):
+                ask()
+        with pytest.raises(st.CheckpointError, match="denied"):
+            saved.save(2, {"a": 2})
+
+
+def save_where_the_first_cannot_look(folder):
+    with pytest.MonkeyPatch.context() as patch, Checkpointer(folder) as saved:
+        saved.save(1, {"a": 1})
+        if dist.get_rank() == 0:
+
+            def refuse(_):
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(Series, "all", refuse)
+        found = []
+        for save in (saved.save, lambda *given: saved.async_save(*given).result()):
+            try:
+                save(2, {"a": 2})
+            except st.CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
+def test_where_the_first_rank_cannot_look_into_the_directory_all_hear_of_it(tmp_path):
+    for found in run_ranks(2, save_where_the_first_cannot_look, str(tmp_path)):
+        assert len(found) == 2
+        assert all("Input/output error" in text for text in found)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 
 import fsspec
 import pytest
@@ -302,8 +303,10 @@ def test_the_newest_that_cannot_be_looked_at_is_not_passed_over(tmp_path, reques
     requests_fail("step-00000003/.statetree_manifest")
     with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
         assert other.steps() == [1, 2, 3]
-        with pytest.raises(st.CheckpointError, match=r"503 Slow Down.*the newest older .* is of step 2"):
-            other.restore()
+        for fallback in (False, True):
+            with pytest.raises(st.CheckpointError, match="503 Slow Down") as error:
+                other.restore(fallback=fallback)
+            assert "older" not in str(error.value)
 
 
 @pytest.fixture
@@ -359,14 +362,13 @@ def test_what_went_wrong_is_told_if_the_mirror_cannot_be_asked_about_it(tmp_path
     original = far.cat_file
 
     def fails(path, *args, **options):
-        if path.endswith(".distcp"):
-            listing_fails()
-            raise OSError("500 Internal Server Error")
-        return original(path, *args, **options)
+        data = original(path, *args, **options)
+        return bytes(len(data)) if path.endswith(".distcp") else data
 
     with Checkpointer(tmp_path, mirror="memory://far") as other:
         monkeypatch.setattr(far, "cat_file", fails)
-        with pytest.raises(st.CheckpointError, match="500 Internal Server Error") as error:
+        monkeypatch.setattr(other._mirror, "copy_of", lambda _: listing_fails())  # once it is known to be damaged
+        with pytest.raises(st.CheckpointError, match="damaged") as error:
             other.restore(fallback=True)
     assert "the mirror memory:///far cannot be reached" in str(error.value.__cause__)
 
@@ -447,3 +449,174 @@ def test_an_alarm_while_the_mirror_is_read_restores_no_older_step(request_number
                 other.restore(state(0), fallback=True)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("form", ["file://{}", "local://{}", "file://{}/", "file://{}/../near"])
+def test_the_directory_itself_is_no_mirror(form, tmp_path):
+    near = tmp_path / "near"
+    near.mkdir()
+    (tmp_path / "link").symlink_to(near)
+    for directory in (near, tmp_path / "link"):
+        with pytest.raises(st.CheckpointError, match="is the directory of the checkpoints"):
+            Checkpointer(directory, mirror=form.format(near))
+
+
+def a_step_damaged(saved, step):
+    next(saved.path(step).glob("*.distcp")).unlink()
+
+
+def test_an_older_step_is_taken_from_the_mirror_where_the_local_one_is_damaged(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state(step))
+        saved._mirror.wait()
+        a_step_damaged(saved, 2)
+        a_step_damaged(saved, 3)
+        far.rm("/far/step-00000003", recursive=True)
+        with pytest.raises(st.CheckpointError, match=r"the newest older .* is of step 2"):
+            saved.restore()
+        with pytest.warns(UserWarning, match="took the mirror's copy of step 2, since a later one is damaged"):
+            assert_trees_equal(saved.restore(fallback=True), state(2))
+
+
+@pytest.mark.parametrize("name", [".statetree_manifest", ".metadata", ".distcp"])
+def test_a_flipped_byte_in_any_file_is_healed_from_the_mirror(name, tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        saved._mirror.wait()
+        (file,) = [file for file in saved.path(1).iterdir() if file.name.endswith(name)]
+        good = file.read_bytes()
+        for at in range(0, len(good), max(1, len(good) // 20)):
+            file.write_bytes(bytes([*good[:at], good[at] ^ 4, *good[at + 1 :]]))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # most flips are noticed
+                assert_trees_equal(saved.restore(), state(1))
+
+
+@pytest.mark.parametrize("harm", ["a flipped byte", "no manifest", "no data"])
+def test_a_damaged_step_stops_no_upload_and_replaces_nothing(harm, tmp_path, far, caplog):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    manifest = saved.path(2) / ".statetree_manifest"
+    data = bytearray(manifest.read_bytes())
+    data[10] ^= 1
+    if harm == "a flipped byte":
+        manifest.write_bytes(data)
+    elif harm == "no manifest":
+        manifest.unlink()
+    else:
+        a_step_damaged(saved, 2)
+        far.rm("/far/step-00000002", recursive=True)  # it was not uploaded yet
+    with Checkpointer(tmp_path, mirror="memory://far", keep=2) as later:
+        later.save(3, state(3))
+    assert "step 2 is not uploaded to the mirror memory:///far: " in caplog.text
+    whole = [1, 3] if harm == "no data" else [2, 3]
+    assert mirrored(far) == [f"step-0000000{step}" for step in whole]
+    with Checkpointer(tmp_path / "another", mirror="memory://far") as other:
+        for step in whole:
+            assert_trees_equal(other.restore(step=step), state(step))
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_range_that_fails_and_then_does_not_is_nothing(number, tmp_path, requests_fail, caplog):
+    requests_fail(".distcp", [number])
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        assert_trees_equal(other.restore(fallback=True), state(3))
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("three")
+def test_no_older_step_passes_for_one_that_cannot_be_read_now(tmp_path, requests_fail):
+    requests_fail("step-00000003/__0_0.distcp")
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        for fallback in (False, True):
+            with pytest.raises(st.CheckpointError, match="503 Slow Down") as error:
+                other.restore(fallback=fallback)
+            assert "fallback" not in str(error.value)
+        assert_trees_equal(other.restore(step=2), state(2))
+
+
+def restore_where_one_cannot_read(folder):
+    read = RemotePath.read
+
+    def fails(place, *args):
+        if "step-00000002" in place.path:
+            RemotePath.given_up += 1
+            raise OSError("503 Slow Down")
+        return read(place, *args)
+
+    with pytest.MonkeyPatch.context() as patch, Checkpointer(f"{folder}/near", mirror=f"file://{folder}/far") as other:
+        if dist.get_rank() == 1:
+            patch.setattr(RemotePath, "read", fails)
+        try:
+            return other.restore(fallback=True)["step"]
+        except st.CheckpointError as error:
+            return str(error)
+
+
+def test_no_older_step_passes_for_one_that_a_rank_cannot_read_now(tmp_path):
+    (tmp_path / "far").mkdir()
+    with Checkpointer(tmp_path / "first", mirror=f"file://{tmp_path}/far") as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    for found in run_ranks(2, restore_where_one_cannot_read, str(tmp_path)):
+        assert "503 Slow Down" in str(found)
+
+
+@pytest.mark.usefixtures("three")
+def test_what_is_restored_from_a_mirror_has_bytes(tmp_path):
+    events = []
+    with Checkpointer(tmp_path / "two", mirror="memory://far", on_event=events.append) as other:
+        other.restore()
+    assert [(event.kind, event.step) for event in events] == [("restore", 3)]
+    assert events[0].bytes > 0
+
+
+def test_a_watcher_that_ends_its_thread_stops_no_upload(tmp_path, far, caplog):
+    def watch(event):
+        if event.kind == "upload" and event.step == 1:
+            raise SystemExit(3)
+
+    with Checkpointer(tmp_path, mirror="memory://far", on_event=watch) as saved:
+        saved.save(1, state(1))
+        saved._mirror.wait()
+        saved.save(2, state(2))
+    assert mirrored(far) == ["step-00000001", "step-00000002"]
+    assert "SystemExit(3)" in caplog.text
+
+
+@pytest.mark.usefixtures("far")
+def test_an_interrupt_while_an_upload_begins_is_all_that_is_raised(tmp_path, monkeypatch):
+    start, began = threading.Thread.start, threading.Event()
+
+    def slow(thread):
+        if thread.name == "statetree.mirror":
+            began.set()
+            time.sleep(units(2))
+        start(thread)
+
+    def interrupt():
+        began.wait()
+        signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        saved = Checkpointer(tmp_path, mirror="memory://far")
+        start(threading.Thread(target=interrupt, daemon=True))
+        with pytest.raises(TimeoutError, match="alarm"):
+            saved.save(1, state(1))
+        saved.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("three")
+def test_messages_say_that_checkpoints_are_in_the_mirror(tmp_path):
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        with pytest.raises(st.CheckpointError, match=r"two and its mirror memory:///far: expected one of step 7, got"):
+            other.restore(step=7)
+        with pytest.warns(UserWarning, match="two and its mirror memory:///far, 3"):
+            other.save(1, state(1))

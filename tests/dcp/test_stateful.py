@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -457,3 +457,79 @@ def test_sparse_moments_come_into_a_fresh_optimizer(tmp_path):
         resumed = saved.restore(embedded(0))
     report = statetree.similarity(resumed["optim"].state_dict(), run["optim"].state_dict())
     assert report, report
+
+
+FAMILIES = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
+    "strong Wolfe": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_optimizer_that_has_gone_on_goes_back(family, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    run = {"model": model, "optimizer": FAMILIES[family](model)}
+
+    def train(*trained):
+        for number, layer in enumerate(model):
+            layer.requires_grad_(number in trained)
+
+        def loss():
+            run["optimizer"].zero_grad()
+            found = model(torch.ones(2, 3)).square().sum()
+            found.backward()
+            return found
+
+        run["optimizer"].step(loss)
+
+    wants = []
+    with Checkpointer(tmp_path) as saved:
+        for step, trained in enumerate([(), (1,), (0, 1), (0, 1)]):  # frozen at first
+            if trained:
+                train(*trained)
+            saved.save(step, run)
+            wants.append(saved.restore(step=step))
+        for step in (2, 0, 3, 1, 0, 2):
+            saved.restore(run, step=step)
+            assert statetree.similarity({name: own.state_dict() for name, own in run.items()}, wants[step])
+            train(0, 1)
+
+
+def test_what_else_an_optimizer_has_is_missed(tmp_path):
+    """Names of parameters are not their numbers, and what is no moment is no matter of steps."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    with Checkpointer(tmp_path) as saved:
+        named = optimizer.state_dict()
+        named["state"] = {"weight": named["state"][0]}
+        saved.save(1, {"optimizer": named})
+        with pytest.raises(statetree.TreeMismatch, match=r"optimizer\.state\.0\.momentum_buffer"):
+            saved.restore({"optimizer": optimizer}, step=1)
+        saved.save(2, {"optimizer": optimizer})
+        optimizer.param_groups[0]["more"] = 3
+        with pytest.raises(statetree.TreeMismatch, match=r"optimizer\.param_groups\.0\.more"):
+            saved.restore({"optimizer": optimizer}, step=2)
+
+
+def save_flattened(folder, use_orig_params):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    with Checkpointer(folder) as saved:
+        run = {"model": model, "optimizer": optimizer}
+        for save in (saved.save, lambda *given: saved.async_save(*given).result()):
+            with pytest.raises(statetree.UnsupportedLeaf, match=r"at optimizer.*get_optimizer_state_dict") as error:
+                save(1, run)
+            found.append(str(error.value.path))
+        found += saved.steps()
+    return found
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_an_optimizer_of_flattened_parameters_is_refused(use_orig_params, tmp_path):
+    assert run_ranks(2, save_flattened, tmp_path, use_orig_params) == [["optimizer", "optimizer"]] * 2

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import statetree as st
 from tests.trees.corpus import Held
@@ -145,3 +146,12 @@ def test_an_object_may_hold_one_that_is_a_leaf_itself(changes, order):
     made = st.apply_delta(st.delta(new, base), base)
     assert made["a"].held is made["b"]
     assert [made["a"].value, made["b"].value] == [new["a"].value, new["b"].value]
+
+
+def test_a_collective_that_is_waited_for_is_what_it_wraps():
+    waiting = {"k": held(AsyncCollectiveTensor(torch.arange(3.0)))}
+    copy = st.offload(waiting)
+    assert st.similarity(waiting, copy)
+    assert st.digest(waiting) == st.digest(copy)
+    assert not st.delta(waiting, copy).changed
+    assert st.digest(waiting) != st.digest({"k": held(torch.arange(3.0) + 1)})
