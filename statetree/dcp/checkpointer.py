@@ -264,15 +264,14 @@ class Checkpointer(Schedule):
         cast: bool = False,
         strict: bool = True,
     ) -> Any:
-        """Load a checkpoint. A save that is running is waited for.
-
-        Where it is damaged, and the mirror has a copy of the same save, that is loaded instead, with a warning.
+        """Load a checkpoint, or where it is damaged the mirror's copy of it, with a warning. Waits for a running save.
 
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
                 as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``. Where
-                that lacks a path, an optimizer gets what has the shape of a distributed parameter in the layout of
-                this parameter, and all else is whole, on the CPU. ``where`` chooses all that an object lacks, or none.
+                that lacks a path, an optimizer gets what has a distributed parameter's shape in its layout, all else
+                is whole, on the CPU, and moments that it did not have then it gives up. ``where`` chooses all that an
+                object lacks, or none.
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
@@ -320,7 +319,7 @@ class Checkpointer(Schedule):
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Return the step of the complete checkpoint with the lowest ``metric``; ``None`` if none has one."""
+        """Return the step of the lowest ``metric``; ``None`` if none has one. It warns if one cannot be read."""
         return self._series.best_step()
 
     def steps(self) -> list[int]:

@@ -599,7 +599,7 @@ def test_an_interrupt_while_an_upload_begins_is_all_that_is_raised(tmp_path, mon
 
     def interrupt():
         began.wait()
-        signal.raise_signal(signal.SIGALRM)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
     monkeypatch.setattr(threading.Thread, "start", slow)
     before = signal.signal(signal.SIGALRM, ring)
