@@ -390,6 +390,10 @@ def check_sparse_indices(leaf: torch.Tensor) -> None:
         torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)
 
 
-def is_flattened(parameter: torch.Tensor) -> bool:
-    """Whether FSDP1 has put a parameter into flat memory, of which each rank holds a part."""
-    return bool(getattr(parameter, "_fsdp_flattened", False))
+def are_flattened(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether FSDP1 has put parameters into flat memory, of which each rank holds a part (all of it with NO_SHARD)."""
+    found = [parameter for parameter in parameters if getattr(parameter, "_fsdp_flattened", False)]
+    sizes = [(getattr(each, "_sharded_size", None), getattr(each, "_unpadded_unsharded_size", None)) for each in found]
+    if any(size is not None for size, _ in sizes):  # flat parameters
+        return any(size is not None and whole is not None and size.numel() < whole.numel() for size, whole in sizes)
+    return bool(found) and all(parameter.dim() == 1 for parameter in found)  # the original ones: views of a part

@@ -85,15 +85,16 @@ def _checkpoints_in(directory: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     """
     from statetree.dcp.metadata import METADATA
     from statetree.dcp.mirror import folders_at, steps_at
-    from statetree.dcp.series import Series, folders_in
+    from statetree.dcp.series import Series, folders_in, name_of
     from statetree.files.remote import RemotePath
 
     if not isinstance(directory, RemotePath):
+        named = folders_in(directory)  # before: what appears meanwhile is complete
         complete = {found.step: directory / found.name for found in Series(directory).complete()}
-        return complete, {step: path for step, path in folders_in(directory).items() if step not in complete}
-    there, unknown = steps_at(directory)
+        return complete, {step: path for step, path in named.items() if step not in complete}
     folders = folders_at(directory)
-    complete = {step: folders[step] for step in folders.keys() & (there.keys() | unknown)}
+    there, unknown = steps_at(directory)
+    complete = {step: directory / name_of(step) for step in there.keys() | unknown}
     others = {step: folder for step, folder in folders.items() if step not in complete}
     return complete, {step: folder for step, folder in others.items() if (folder / METADATA).is_file()}
 

@@ -311,7 +311,8 @@ class Checkpointer(Schedule):
             restoration = Restoration(self._series, group, step, state, options)
             loaded = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found
-            self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
+            nbytes = bytes_in(self._series.path(found)) if is_first(group) or is_told(self._on_event) else 0
+            self._tell(Event("restore", found.step, seconds, nbytes, seconds), group)
             return loaded
 
     def latest_step(self) -> int | None:

@@ -87,11 +87,12 @@ class MirroredSeries(Series):
 
     def at_hand(self) -> list[StepDirectory]:
         """Return the complete checkpoints, or those that are local where the mirror cannot be reached."""
+        near = self.local()
         try:
             return self.complete()
         except CheckpointError as error:
             _log.warning("the mirror %s cannot be reached: %s", self.url, error.__cause__)
-            return self.local()
+            return near
 
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
@@ -152,7 +153,8 @@ class MirroredSeries(Series):
                 if near.step not in unknown and (there.get(near.step) == save or self._upload(near)):
                     there[near.step] = save
             except CheckpointError as error:  # a later one may be whole
-                _log.warning("step %d is not uploaded to the mirror %s: %s", near.step, self.url, error)
+                if folder.exists():
+                    _log.warning("step %d is not uploaded to the mirror %s: %s", near.step, self.url, error)
             except FileNotFoundError:
                 if folder.exists():
                     raise  # else it was removed meanwhile

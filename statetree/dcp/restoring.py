@@ -18,6 +18,9 @@ from statetree.files.remote import RemotePath
 from statetree.key_paths import printable
 
 if TYPE_CHECKING:
+    from collections import Counter
+    from pathlib import Path
+
     from torch.distributed import ProcessGroup
 
     from statetree.dcp.series import Series, StepDirectory
@@ -50,7 +53,7 @@ class Restoration:
         damaged: list[CheckpointError] = []
         latest = self.found.step
         while True:
-            given_up = RemotePath.given_up
+            given_up = RemotePath.given_up.copy()
             try:
                 loaded = self._load()
             except CheckpointError as error:
@@ -60,8 +63,9 @@ class Restoration:
                     self.found = copy
                     self._copies.append(copy)
                     continue
-                is_out_of_reach = any(from_all("restore", RemotePath.given_up > given_up, self._group))
-                if is_out_of_reach and not self._by_first(self._is_here):  # nobody knows that it is damaged
+                if any(
+                    from_all("restore", self._failed_since(given_up, self.found), self._group)
+                ) and not self._by_first(self._is_here):  # nobody knows that it is damaged
                     raise damaged[0] from damaged[0].__cause__
                 try:
                     older = self._by_first(self._older)
@@ -99,7 +103,7 @@ class Restoration:
             path = self._series.path(self.found)
             with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
-                    make = partial(self._tree.template, path, self._options.where)
+                    make = partial(self._tree.template, path, self._options.where, strict=self._options.strict)
                     template = on_all_ranks("restore", self._ranks, make)
                     self._left = set()
                     options = self._options._replace(partly=self._left)
@@ -133,17 +137,22 @@ class Restoration:
         is_here = self._is_here()
         complete = self._series.at_hand() if is_here else self._series.complete()
         for older in [each for each in reversed(complete) if each.step < self.found.step]:
-            given_up = RemotePath.given_up
+            given_up = RemotePath.given_up.copy()
             try:
                 opened(self._series.path(older)).check()
             except unsignalled(CheckpointError, OSError):
-                if RemotePath.given_up > given_up and not is_here:
+                if self._failed_since(given_up, older) and not is_here:
                     raise
                 if self._series.copy_of(older) is not None:
                     return older  # and then the copy, once it is found damaged
             else:
                 return older
         return None
+
+    def _failed_since(self, given_up: Counter[str], found: StepDirectory) -> bool:
+        """Whether a checkpoint in the mirror could not be read: it need not be damaged."""
+        place: Path | RemotePath = self._series.path(found)
+        return isinstance(place, RemotePath) and place.has_failed_since(given_up)
 
     def _is_here(self) -> bool:
         """Whether what is taken lies in the directory, or is a copy of what does."""

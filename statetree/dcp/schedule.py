@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 def _as_signal(number: SupportsIndex) -> int:
     try:
-        found = index(number)
+        found = index(None if isinstance(number, bool) else number)  # type: ignore[arg-type]  # which raises
     except unsignalled(TypeError):
         raise TypeError(f"save_on: expected signals, such as signal.SIGTERM, got {number!r}.") from None
-    if found in (signal.SIGKILL, signal.SIGSTOP):
-        raise ValueError(f"save_on: nobody can handle {signal.Signals(found).name}: expected another signal.")
+    if found in (signal.SIGKILL, signal.SIGSTOP) or found not in signal.valid_signals():
+        raise ValueError(f"save_on: nobody can handle signal {found}: expected another one, such as signal.SIGTERM.")
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,13 +14,13 @@ from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.key_paths import Path
-from statetree.torch_internals import is_flattened
+from statetree.torch_internals import are_flattened
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from statetree.files.checkpoint import OpenedCheckpoint
     from statetree.tree.selection import Where
@@ -68,8 +67,10 @@ class StatefulTree:
         rest, pairs = iter(values), zip(self._leaves, self._mask, strict=True)
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
-    def template(self, directory: pathlib.Path, where: Where | None = None) -> Any:
+    def template(self, directory: pathlib.Path, where: Where | None = None, *, strict: bool = True) -> Any:
         """Return the template for a checkpoint: where an object's state lacks paths, memory for them, if chosen.
+
+        What an optimizer's state has beside is left out, if all that was saved of it is chosen, and it is ``strict``.
 
         Raises:
             TreeMismatch: If ``where`` chooses some of what an object lacks: an optimizer with half of its moments, or a
@@ -80,23 +81,23 @@ class StatefulTree:
         stored = opened(directory, skip_foreign=True)
         divided = _divided(stored)
         pairs = zip(self._objects(), self._states, strict=True)
-        fitted = [_fitted(value, state, path, stored.tree, divided) for (value, path), state in pairs]
-        tree = self._with([made for made, _ in fitted])
+        fitted = [_fitted(value, state, path, stored.tree, divided, strict=strict) for (value, path), state in pairs]
+        tree = self._with([each.state for each in fitted])
         if where is None:
             return tree
         leaves, spec = flatten_for("restore", tree)
         chosen = set(compress(spec.paths(), selected(where, spec, leaves, verb="restore")))
         known = []
-        for (made, marked), state, path in zip(fitted, self._states, self._paths, strict=True):
+        for (made, marked, gives_up), state, path in zip(fitted, self._states, self._paths, strict=True):
             marks, inner = flatten_for("restore", marked)
-            lacking = compress(inner.paths(), [mark is _LACKING for mark in marks])
-            found = {Path((*path, *below)) in chosen for below in lacking}
+            are_chosen = [Path((*path, *below)) in chosen for below in inner.paths()]
+            found = set(compress(are_chosen, [mark is _LACKING for mark in marks]))
             if len(found) > 1:
                 raise TreeMismatch(
                     f"restore: where chooses some of what the object at {path or '<root>'} lacks: expected all of it "
                     "or none. Choose all, or give the object a state first."
                 )
-            known.append(made if True in found else state)
+            known.append(made if (all(are_chosen) if gives_up else True in found) else state)
         return self._with(known)
 
     def loaded(self, tree: Any) -> Any:
@@ -111,7 +112,7 @@ class StatefulTree:
 
 def _refuse_flattened(verb: str, value: Any, path: Path) -> None:
     """Raise ``UnsupportedLeaf`` for an optimizer of FSDP1's: its tensors do not say that each rank has a part."""
-    if isinstance(value, torch.optim.Optimizer) and any(map(is_flattened, parameters_of(value))):
+    if isinstance(value, torch.optim.Optimizer) and are_flattened(parameters_of(value)):
         msg = (
             f"{verb}: FullyShardedDataParallel has flattened the parameters of the optimizer at {path or '<root>'}: "
             "expected one whose tensors say which rank holds what. Pass what get_optimizer_state_dict(model, "
@@ -139,22 +140,30 @@ def _apart(state: Any) -> Any:
 
 
 #: Where an optimizer's state has what it keeps of its parameters, by their numbers.
-_MOMENTS: Final = ("state",)
+_MOMENTS: Final = "state"
 #: Stands for a leaf that an object's state lacks.
 _LACKING: Final = object()
 
 
-def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int]) -> tuple[Any, Any]:
-    """Return a template for what is stored of an object, with the leaves of its state; and with those that it lacks.
+class _Fitted(NamedTuple):
+    """A template for what is stored of an object."""
 
-    An optimizer that has not stepped yet has no state, one that has gone on has more; a loader's differs from one
+    state: Any  # with the leaves of its own state where they fit
+    marked: Any  # the same, with ``_LACKING`` in the places of what its own state lacks
+    gives_up: bool = False  # whether its own state has more, which ``load_state_dict`` takes away
+
+
+def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[int], *, strict: bool) -> _Fitted:
+    """Return a template for what is stored of an object.
+
+    An optimizer that has not stepped yet has no state, one that has gone on may have more; a loader's differs from one
     moment to the next. Where another own path has no counterpart, it may be an entry of this rank alone, or an error:
     the load knows.
     """
     try:
         saved, outline = flatten_for("restore", path(tree), is_leaf=lambda node: id(node) in divided)
     except TreeMismatch:
-        return state, state
+        return _Fitted(state, state)
     leaves, spec = flatten_for("restore", state)
     own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
@@ -165,23 +174,34 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
     parameters = dict(enumerate(parameters_of(value))) if isinstance(value, torch.optim.Optimizer) else {}
     pairs = list(zip(paths, saved, strict=True))
     gone: set[Any] = set()
-    if parameters and all(path[1] in parameters for path in paths if path[:1] == _MOMENTS and len(path) > 1):
-        # It has stepped since: what it did not have then, or had as a plain value, it gives up.
-        gone = {path for path in others if path[:1] == _MOMENTS}
-        gone |= {path for path, leaf in pairs if path[:1] == _MOMENTS and path in own and _is_other(own[path], leaf)}
-        own, others = {path: leaf for path, leaf in own.items() if path not in gone}, others - gone
+    kept_of = {path[1] for path in paths if path[0] == _MOMENTS and len(path) > 1}
+    if strict and kept_of <= parameters.keys() and (_MOMENTS,) in _containers(outline):
+        gone = {path for path in others if path[0] == _MOMENTS and _is_later(path, known, parameters)}
+    if isinstance(value, torch.optim.LBFGS):  # it keeps a number where it has a tensor later
+        gone |= {path for path, leaf in pairs if path[0] == _MOMENTS and path in own and _is_other(own[path], leaf)}
+    others -= gone
     is_all_there = not gone and own.keys() >= whole and _containers(spec) >= _containers(outline)
     if is_all_there or others:
-        return state, state
+        return _Fitted(state, state)
+    own = {path: leaf for path, leaf in own.items() if path not in gone}
     made = [own[path] if path in own else _room(leaf, path, parameters) for path, leaf in pairs]
-    return unflatten(outline, made), unflatten(outline, [own.get(path, _LACKING) for path in paths])
+    marked = [own.get(path, _LACKING) for path in paths]
+    return _Fitted(unflatten(outline, made), unflatten(outline, marked), bool(gone))
+
+
+def _is_later(path: tuple[Any, ...], known: Collection[Any], parameters: Mapping[int, Any]) -> bool:
+    """Whether an optimizer has come to keep something since: of a parameter of which nothing is saved, or in a list.
+
+    Saved without a field that it keeps of others, its state is another optimizer's.
+    """
+    if len(path) < 2 or path[1] not in parameters:
+        return False
+    return path[:2] not in known or (len(path) > 3 and path[:3] in known)
 
 
 def _is_other(own: Any, saved: Any) -> bool:
-    """Whether one is a tensor and the other a plain value, as with what LBFGS has had no use for yet."""
-    if isinstance(saved, StoredTensor):
-        return not isinstance(own, torch.Tensor)
-    return isinstance(own, torch.Tensor) and not isinstance(saved, Mapping)
+    """Whether one is a tensor and the other a plain value."""
+    return isinstance(own, torch.Tensor) != isinstance(saved, StoredTensor)
 
 
 def _containers(spec: TreeSpec) -> set[tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -155,13 +156,13 @@ class LikeDestination(Destination):
         sent = [*chain(*spans), *_extents([piece for chunks in source.chunks.values() for piece in chunks.memory])]
         starts, stops = (sorted([extent[end] for extent in sent]) for end in (0, 1))
         found: dict[Any, tuple[int, torch.Tensor]] = {}
-        for index in self._local if received.filling else ():
+        plain = [index for index in self._local if is_cuttable(source.leaves[index])] if received.filling else []
+        keys = [storage_key(source.leaves[index].untyped_storage()) for index in plain]
+        leaves = Counter(keys)  # a tensor may be several of them
+        for index, key in zip(plain, keys, strict=True):
             made, target = source.leaves[index], self.leaves[index]
-            if not (is_cuttable(made) and is_cuttable(target) and not why_unwritable(target)):
-                continue
-            key = storage_key(made.untyped_storage())
-            number = received.filling.get(key)
-            if number is not None and _are_alike(made, target):
+            number = received.filling.get(key) if leaves[key] == 1 else None
+            if number is not None and is_cuttable(target) and not why_unwritable(target) and _are_alike(made, target):
                 start, stop = target.data_ptr(), target.data_ptr() + target.nbytes
                 over = bisect_left(starts, stop) - bisect_right(stops, start)  # how many of them lie there
                 if not over or (over == 1 and spans[number] == [(start, stop)]):
@@ -379,11 +380,9 @@ def _extents(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 def _are_alike(made: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether the bytes of a contiguous tensor are those of another one that holds the same elements."""
-    facts = [
-        (tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous(), tensor.is_conj(), tensor.is_neg())
-        for tensor in (made, target)
-    ]
-    return facts[0] == facts[1] and not is_zero_tensor(target)
+    facts = [(tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous()) for tensor in (made, target)]
+    bits = (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor) for tensor in (made, target))
+    return facts[0] == facts[1] and not any(bits)
 
 
 def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import zlib
+from collections import Counter
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -36,8 +37,9 @@ _MARKS: Final = ("ETag", "etag", "LastModified", "mtime", "created", "checksum",
 _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 #: The protocols of files on this machine, as fsspec names them.
 _NEAR: Final = frozenset({"file", "local"})
-#: How often a request is made that fails.
+#: How often a request is made that fails, unless with an answer.
 _ATTEMPTS: Final = 3
+_ANSWERS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def is_url(path: Any) -> bool:
@@ -68,8 +70,8 @@ def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or d
 class RemotePath:
     """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here."""
 
-    #: How many requests of this process failed for good: what they were for may be whole.
-    given_up = 0
+    #: How many requests of this process failed for good, by the paths of what they were for: that may be whole.
+    given_up: Final[Counter[str]] = Counter()
 
     def __init__(self, system: Any, path: str) -> None:
         self.system = system
@@ -153,13 +155,19 @@ class RemotePath:
             try:
                 return self._ask(function, *args, **options)
             except unsignalled(OSError) as error:
-                if isinstance(error, FileNotFoundError):  # which is an answer
+                if isinstance(error, _ANSWERS):
                     raise
         try:
             return self._ask(function, *args, **options)
-        except unsignalled(OSError):
-            RemotePath.given_up += 1
+        except unsignalled(OSError) as error:
+            if not isinstance(error, _ANSWERS):
+                RemotePath.given_up[self.path] += 1
             raise
+
+    def has_failed_since(self, before: Counter[str]) -> bool:
+        """Whether requests for it, or for what lies in it, have been given up since ``given_up`` was ``before``."""
+        later = RemotePath.given_up - before
+        return any(path == self.path or path.startswith(f"{self.path}/") for path in later)
 
     def _kind(self) -> str:
         try:

@@ -120,6 +120,37 @@ def test_views_on_one_buffer_come_as_they_were():
     run_ranks(2, in_one_buffer)
 
 
+def one_object_in_two_places():
+    weight = numbers(4)
+    full = {"a": weight, "b": weight, "c": [weight, numbers(3)]}
+    like = {"a": torch.zeros(4), "b": torch.zeros(4), "c": [torch.zeros(4), torch.zeros(3)]}
+    for _ in range(3):
+        statetree.distribute(source_of(full), like, src=0, in_place=True)
+        for leaf in (like["a"], like["b"], like["c"][0]):
+            assert leaf.tolist() == [0, 1, 2, 3]
+            leaf.zero_()
+
+
+def test_a_tensor_that_is_several_leaves_arrives_in_each():
+    run_ranks(2, one_object_in_two_places)
+
+
+def with_bits_on_both_sides():
+    values = torch.complex(numbers(4), numbers(4, 9))
+    full = {"conj": values.conj(), "neg": values.conj().imag[:1]}
+    like = {
+        "conj": torch.zeros(4, dtype=torch.complex64).conj(),
+        "neg": torch.zeros(1, dtype=torch.complex64).conj().imag,
+    }
+    statetree.distribute(source_of(full), like, src=0, in_place=True)
+    assert torch.equal(like["conj"], full["conj"])
+    assert torch.equal(like["neg"], full["neg"])
+
+
+def test_what_lies_conjugated_on_both_sides_arrives():
+    run_ranks(2, with_bits_on_both_sides)
+
+
 class Box:
     """An opaque object."""
 

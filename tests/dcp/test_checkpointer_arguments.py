@@ -129,7 +129,7 @@ def test_a_relative_directory_is_where_it_was_given(tmp_path, monkeypatch):
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize("given", ["SIGTERM", None, 1.5, [signal.SIGUSR1]])
+@pytest.mark.parametrize("given", ["SIGTERM", None, 1.5, True, [signal.SIGUSR1]])
 def test_what_is_no_signal_is_refused(given, tmp_path):
     with Checkpointer(tmp_path) as saved, pytest.raises(TypeError, match="save_on: expected signals, such as"):
         saved.save_on(given)
@@ -138,8 +138,9 @@ def test_what_is_no_signal_is_refused(given, tmp_path):
 def test_signals_that_nobody_handles_are_refused(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     with Checkpointer(tmp_path) as saved:
-        with pytest.raises(ValueError, match="save_on: nobody can handle SIGKILL"):
-            saved.save_on(signal.SIGUSR1, signal.SIGKILL)
+        for never in (signal.SIGKILL, 9999):
+            with pytest.raises(ValueError, match=f"save_on: nobody can handle signal {int(never)}:"):
+                saved.save_on(signal.SIGUSR1, never)
         assert signal.getsignal(signal.SIGUSR1) == before
         saved.save_on(np.int64(signal.SIGUSR1))
     assert signal.getsignal(signal.SIGUSR1) == before

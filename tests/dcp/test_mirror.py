@@ -538,12 +538,22 @@ def test_no_older_step_passes_for_one_that_cannot_be_read_now(tmp_path, requests
         assert_trees_equal(other.restore(step=2), state(2))
 
 
+@pytest.mark.usefixtures("three")
+def test_what_fails_of_another_step_is_nothing_to_a_damaged_one(tmp_path, far, requests_fail):
+    name = "/far/step-00000003/.metadata"
+    far.pipe_file(name, bytes(len(far.cat_file(name))))
+    requests_fail("step-00000001/.statetree_manifest")
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        with pytest.warns(UserWarning, match="took the checkpoint of step 2, since a later one is damaged"):
+            assert_trees_equal(other.restore(fallback=True), state(2))
+
+
 def restore_where_one_cannot_read(folder):
     read = RemotePath.read
 
     def fails(place, *args):
         if "step-00000002" in place.path:
-            RemotePath.given_up += 1
+            RemotePath.given_up[place.path] += 1
             raise OSError("503 Slow Down")
         return read(place, *args)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -516,6 +516,45 @@ def test_what_else_an_optimizer_has_is_missed(tmp_path):
             saved.restore({"optimizer": optimizer}, step=2)
 
 
+def stepped(family, weights=2):
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(weights)]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer = family(weights, lr=0.1)
+    optimizer.step()
+    return optimizer
+
+
+def test_another_optimizers_state_is_refused(tmp_path):
+    """A field that is kept of others is not one that came later: without it the next step fails."""
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"optimizer": stepped(torch.optim.Adam)})
+        with pytest.raises(statetree.TreeMismatch, match=r"optimizer\.state\.0\.exp_inf"):
+            saved.restore({"optimizer": stepped(torch.optim.Adamax)}, step=1)
+        saved.save(2, {"optimizer": {"param_groups": stepped(torch.optim.Adam).state_dict()["param_groups"]}})
+        with pytest.raises(statetree.TreeMismatch, match=r"optimizer\.state\.0\."):
+            saved.restore({"optimizer": stepped(torch.optim.Adam)}, step=2)
+        optimizer = stepped(torch.optim.Adam)
+        optimizer.state["more"] = {"count": 3}
+        with pytest.raises(statetree.TreeMismatch, match=r"optimizer\.state\.more\.count"):
+            saved.restore({"optimizer": optimizer}, step=1)
+
+
+def test_what_an_optimizer_has_beside_stays_without_strict_and_where_it_is_not_chosen(tmp_path):
+    optimizer = stepped(torch.optim.SGD)  # without momentum: no state
+    optimizer.state_dict()["param_groups"]
+    fresh = torch.optim.Adam(optimizer.param_groups[0]["params"], lr=0.1)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"optimizer": fresh, "n": 1})
+        fresh.step()
+        saved.restore({"optimizer": fresh, "n": 0}, step=1, strict=False)
+        assert sorted(fresh.state_dict()["state"]) == [0, 1]
+        saved.restore({"optimizer": fresh, "n": 0}, step=1, where="n")
+        assert sorted(fresh.state_dict()["state"]) == [0, 1]
+        saved.restore({"optimizer": fresh, "n": 0}, step=1, where="optimizer.**")
+        assert fresh.state_dict()["state"] == {}
+
+
 def save_flattened(folder, use_orig_params):
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -528,6 +567,28 @@ def save_flattened(folder, use_orig_params):
             found.append(str(error.value.path))
         found += saved.steps()
     return found
+
+
+def resume_unsharded(folder, use_orig_params):
+    torch.manual_seed(0)
+    options = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=use_orig_params, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with Checkpointer(folder) as saved:
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        saved.save(1, {"optimizer": optimizer})
+        want = statetree.offload(optimizer.state_dict())
+        optimizer.step()
+        saved.restore({"optimizer": optimizer})
+        return bool(statetree.similarity(optimizer.state_dict(), want))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_flattened_parameters_that_every_rank_has_whole_are_like_others(use_orig_params, world_size, tmp_path):
+    assert run_ranks(world_size, resume_unsharded, tmp_path, use_orig_params) == [True] * world_size
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
