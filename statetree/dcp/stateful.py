@@ -140,7 +140,7 @@ def _apart(state: Any) -> Any:
 
 
 #: Where an optimizer's state has what it keeps of its parameters, by their numbers.
-_MOMENTS: Final = "state"
+_MOMENTS: Final = ("state",)
 #: Stands for a leaf that an object's state lacks.
 _LACKING: Final = object()
 
@@ -174,11 +174,11 @@ def _fitted(value: Any, state: Any, path: Path, tree: Any, divided: Collection[i
     parameters = dict(enumerate(parameters_of(value))) if isinstance(value, torch.optim.Optimizer) else {}
     pairs = list(zip(paths, saved, strict=True))
     gone: set[Any] = set()
-    kept_of = {path[1] for path in paths if path[0] == _MOMENTS and len(path) > 1}
-    if strict and kept_of <= parameters.keys() and (_MOMENTS,) in _containers(outline):
-        gone = {path for path in others if path[0] == _MOMENTS and _is_later(path, known, parameters)}
+    kept_of = {path[1] for path in paths if path[:1] == _MOMENTS and len(path) > 1}
+    if strict and kept_of <= parameters.keys() and _MOMENTS in _containers(outline):
+        gone = {path for path in others if path[:1] == _MOMENTS and _is_later(path, known, parameters)}
     if isinstance(value, torch.optim.LBFGS):  # it keeps a number where it has a tensor later
-        gone |= {path for path, leaf in pairs if path[0] == _MOMENTS and path in own and _is_other(own[path], leaf)}
+        gone |= {path for path, leaf in pairs if path[:1] == _MOMENTS and path in own and _is_other(own[path], leaf)}
     others -= gone
     is_all_there = not gone and own.keys() >= whole and _containers(spec) >= _containers(outline)
     if is_all_there or others:
