@@ -40,7 +40,7 @@ class Restoration:
         self._step = step
         self._options = options
         self._left: set[str] = set()  # what the checkpoint has beside the template
-        self._copies: list[StepDirectory] = []  # what the mirror has, taken in the place of damaged local ones
+        self._copy: StepDirectory | None = None  # what is read in the place of a damaged one
         self._group = group
         self._ranks = ranks_of("restore", group)
         self._by_first = partial(by_first, "restore", group)
@@ -60,8 +60,7 @@ class Restoration:
                 damaged.append(error)
                 copy = self._by_first(lambda: self._series.copy_of(self.found))
                 if copy is not None:
-                    self.found = copy
-                    self._copies.append(copy)
+                    self.found = self._copy = copy
                     continue
                 if any(
                     from_all("restore", self._failed_since(given_up, self.found), self._group)
@@ -79,7 +78,7 @@ class Restoration:
                 self.found = older
             else:
                 if damaged:
-                    what = "mirror's copy" if self.found in self._copies else "checkpoint"
+                    what = "mirror's copy" if self.found == self._copy else "checkpoint"
                     which = "the local" if self.found.step >= latest else "a later"
                     why = f"since {which} one is damaged: {damaged[0]}"
                     warn(f"restore: took the {what} of step {self.found.step}, {why}")
@@ -156,4 +155,4 @@ class Restoration:
 
     def _is_here(self) -> bool:
         """Whether what is taken lies in the directory, or is a copy of what does."""
-        return self.found in [*self._series.all(), *self._copies]
+        return self.found in [*self._series.all(), self._copy]

@@ -218,7 +218,7 @@ def _room(leaf: Any, path: tuple[Any, ...], parameters: dict[int, torch.Tensor])
         return None
     if not leaf.is_strided:
         return leaf.tensor().clone()
-    parameter = parameters.get(path[1]) if len(path) == 3 and path[0] == "state" else None
+    parameter = parameters.get(path[1]) if len(path) == 3 and path[:1] == _MOMENTS else None
     if isinstance(parameter, DTensor) and parameter.shape == leaf.shape:
         return torch.empty_like(parameter.detach(), dtype=leaf.dtype)
     return torch.empty(leaf.shape, dtype=leaf.dtype)

@@ -248,27 +248,25 @@ def span_transfers(
     return found
 
 
-def filling(parts: Sequence[torch.Tensor], pending: Sequence[Transfer]) -> dict[Any, int]:
-    """Return which transfer of spans fills a storage that holds nothing but one of the parts, by the storage's key."""
-    columns = Columns(parts)
-    held = Counter(columns.storage_keys)
-    whole = {key for key, contiguous in zip(columns.storage_keys, columns.contiguous, strict=True) if contiguous}
-    keys = [storage_key(transfer.target.pieces[0].untyped_storage()) for transfer in pending]
-    return {key: number for number, key in enumerate(keys) if held[key] == 1 and key in whole}
-
-
 class Received(NamedTuple):
     """What comes with a tree that another rank described: how its elements move."""
 
     own: Manifest | None  # the tree itself, on the rank that described it
     #: What moves the elements of leaves that were described, unless they were needed to put them together.
     pending: Sequence[Transfer]
-    #: Which of these fills a storage that holds nothing but one tensor, by the key of the storage.
-    filling: Mapping[Any, int]
+    parts: Sequence[torch.Tensor]  # the tensors that these fill, which described leaves are packed from
     layouts: dict[int, ChunkLayout]  # those of the leaves that this rank held already
     key: Any  # what the ranks agreed on
     device: str  # the type of device that elements still move from
     reads: bool  # whether some rank looks at elements before it writes them
+
+    def filling(self) -> dict[Any, int]:
+        """Return which pending transfer fills a storage that is all of one contiguous tensor, by the storage's key."""
+        columns = Columns(list(self.parts))
+        held = Counter(columns.storage_keys)
+        whole = {key for key, contiguous in zip(columns.storage_keys, columns.contiguous, strict=True) if contiguous}
+        keys = [storage_key(transfer.target.pieces[0].untyped_storage()) for transfer in self.pending]
+        return {key: number for number, key in enumerate(keys) if held[key] == 1 and key in whole}
 
 
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:

@@ -13,7 +13,7 @@ from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import Received, described, filling, manifest_of, read_description, span_transfers
+from statetree.exchange.description import Received, described, manifest_of, read_description, span_transfers
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
@@ -318,7 +318,7 @@ class Exchange(Call):
             self._preparation.refuse_copies(own.spec, own.leaves, description.described)
             self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
-        received = Received(own, pending, filling(parts, pending), layouts, key, device, consensus.reads)
+        received = Received(own, pending, parts, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)
 
     def _planned(

@@ -35,7 +35,7 @@ from statetree.spans.bits import as_plain, flat_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents, lay_out
 from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.torch_internals import is_zero_tensor, storage_key
+from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -152,17 +152,20 @@ class LikeDestination(Destination):
         them do not wait until here; so here no two tensors that are written lie in the same memory, on any rank.
         """
         source, received = self.source, self.source.received
+        filling = received.filling()
+        if not filling:
+            return {}
         spans = [_extents(transfer.source.pieces) for transfer in received.pending]
         sent = [*chain(*spans), *_extents([piece for chunks in source.chunks.values() for piece in chunks.memory])]
         starts, stops = (sorted([extent[end] for extent in sent]) for end in (0, 1))
         found: dict[Any, tuple[int, torch.Tensor]] = {}
-        plain = [index for index in self._local if is_cuttable(source.leaves[index])] if received.filling else []
+        plain = [index for index in self._local if is_cuttable(source.leaves[index])]
         keys = [storage_key(source.leaves[index].untyped_storage()) for index in plain]
         leaves = Counter(keys)  # a tensor may be several of them
         for index, key in zip(plain, keys, strict=True):
             made, target = source.leaves[index], self.leaves[index]
-            number = received.filling.get(key) if leaves[key] == 1 else None
-            if number is not None and is_cuttable(target) and not why_unwritable(target) and _are_alike(made, target):
+            number = filling.get(key) if leaves[key] == 1 else None
+            if number is not None and is_cuttable(target) and _are_alike(made, target):
                 start, stop = target.data_ptr(), target.data_ptr() + target.nbytes
                 over = bisect_left(starts, stop) - bisect_right(stops, start)  # how many of them lie there
                 if not over or (over == 1 and spans[number] == [(start, stop)]):
@@ -379,10 +382,10 @@ def _extents(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _are_alike(made: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the bytes of a contiguous tensor are those of another one that holds the same elements."""
-    facts = [(tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous()) for tensor in (made, target)]
-    bits = (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor) for tensor in (made, target))
-    return facts[0] == facts[1] and not any(bits)
+    """Whether two tensors have the same bytes, in one piece, if they have the same elements."""
+    facts = [(tensor.dtype, tensor.shape, tensor.device) for tensor in (made, target)]
+    are_plain = [tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) for tensor in (made, target)]
+    return facts[0] == facts[1] and all(are_plain)
 
 
 def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:

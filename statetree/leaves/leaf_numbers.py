@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 
+#: What there is to say of a tensor that is nothing but a view.
+_PLAIN: Final = {"leaf type": value_text("Tensor")}
 _SETS: Final = frozenset({set, frozenset})
 _HOLDERS: Final = _SETS | {tuple}
 _VALUES: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -59,8 +61,9 @@ def value_number(value: Any) -> int:
             _, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
         found.append(value_text(rest).encode("utf-8", "surrogatepass"))
     if not is_made_of_views(recipe):
-        inside = [str(_as_texts(known)) for known in facts_inside(value) if known is not None]
-        found += [text.encode("utf-8", "surrogatepass") for text in inside]
+        inside = [_PLAIN if known is None else _as_texts(known) for known in facts_inside(value)]
+        if any(known != _PLAIN for known in inside):  # what is waited for, or read, is plain as well
+            found += [str(known).encode("utf-8", "surrogatepass") for known in inside]
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None
         part = unpacked.parts[index]

@@ -100,9 +100,13 @@ def test_the_steps_of_a_mirror_are_listed(tmp_path, statetree, mirror):
     fsspec.filesystem("memory").makedirs("/mirror/step-00000030")  # one that is being uploaded
     assert [step | {"saved": ""} for step in there["steps"]] == [step | {"saved": ""} for step in here["steps"]]
     assert all(abs(datetime.fromisoformat(step["saved"]) - datetime.now(UTC)).seconds < 3600 for step in there["steps"])
-    assert re.fullmatch(
-        r".*/mirror: 1 complete checkpoints, \d+\.\d KiB", statetree("show", mirror).out.splitlines()[0]
-    )
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/mirror/step-00000030/__0_0.distcp", b"on its way")
+    ran = statetree("show", "--verify", mirror)
+    assert ran.status == 0
+    first, only = ran.out.splitlines()
+    assert re.fullmatch(r".*/mirror: 1 complete checkpoints, \d+\.\d KiB", first)
+    assert only.startswith("step-00000020")
 
 
 def test_a_step_of_a_mirror_that_cannot_be_looked_at_is_listed(tmp_path, statetree, mirror, monkeypatch):
@@ -146,6 +150,7 @@ def test_a_step_that_is_no_checkpoint_is_named(run, harm, statetree):
     (run / "step-00000030" / ".statetree_manifest").unlink()
     (run / ".step-00000040.partial-0").mkdir()
     (run / "step-1").mkdir()
+    (run / "step-000000020").mkdir()
     ran = statetree("show", "--verify", run)
     assert ran.status == 2
     first, *lines = ran.out.splitlines()

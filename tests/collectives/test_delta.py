@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -231,10 +231,27 @@ def one_memory_in_two_layouts():
     assert torch.equal(base["local"], torch.arange(4.0) + 1), rank
 
 
+def one_memory_as_a_replica_and_as_this_ranks_own():
+    """The change of either says who else holds it: of replicas one sends."""
+    mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
+
+    def tree(value):
+        own = torch.tensor([0.0, value, 0.0, 0.0])
+        given = own if rank else torch.zeros(0)
+        w = DTensor.from_local(given, mesh, [Replicate()], shape=(4,), stride=(1,), run_check=False)
+        return {"a": w.to_local() if rank else own, "w": w}
+
+    change = statetree.delta(tree(5.0), tree(0.0))
+    like = {"a": torch.zeros(4), "w": torch.zeros(4)}
+    statetree.apply_delta(statetree.reshard(change, like), like)
+    assert like["a"].tolist() == like["w"].tolist() == [0, 5, 0, 0], rank
+
+
 @pytest.mark.parametrize(
     ("check", "world_size"),
     [
         (one_memory_in_two_layouts, 2),
+        (one_memory_as_a_replica_and_as_this_ranks_own, 3),
         (deltas_go_to_other_layouts, 2),
         pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
         (leaves_of_several_tensors_go_to_other_layouts, 2),

@@ -151,6 +151,32 @@ def test_what_lies_conjugated_on_both_sides_arrives():
     run_ranks(2, with_bits_on_both_sides)
 
 
+def over_what_goes_into_shards():
+    mesh, memory = DeviceMesh("cpu", [0, 1]), numbers(8)
+    full = {"a": memory, "b": numbers(8, 50)}
+    like = {"a": distribute_tensor(torch.zeros(8), mesh, [Shard(0)]), "b": torch.zeros(8)}
+    if dist.get_rank() == 0:
+        like["b"] = memory  # which is sent as a
+    statetree.distribute(source_of(full), like, src=0, in_place=True)
+    assert like["a"].full_tensor().tolist() == [*range(8)]
+    assert like["b"].tolist() == [*range(50, 58)]
+
+
+def test_what_is_sent_into_shards_is_sent_before_it_is_written():
+    run_ranks(2, over_what_goes_into_shards)
+
+
+def one_object_where_one_rank_has_a_strided_tensor():
+    weight = numbers(4)
+    like = {"a": torch.zeros(4), "b": torch.zeros(4) if dist.get_rank() == 0 else torch.zeros(8)[::2]}
+    statetree.distribute(source_of({"a": weight, "b": weight}), like, src=0, in_place=True)
+    assert like["a"].tolist() == like["b"].tolist() == [0, 1, 2, 3]
+
+
+def test_ranks_may_receive_in_other_ways():
+    run_ranks(2, one_object_where_one_rank_has_a_strided_tensor)
+
+
 class Box:
     """An opaque object."""
 
@@ -179,6 +205,9 @@ def of_all_kinds():
         "conj": values.conj(),
         "neg": values.conj().imag,
         "turned": numbers(6).view(2, 3).t(),
+        "turned alike": numbers(6).view(2, 3).t(),
+        "turned there": numbers(6).view(2, 3),
+        "gaps alike": numbers(8)[::2],
         "spread": numbers(1).expand(3),
         "tied": [weight := numbers(4), weight, weight.view(2, 2)],
         "none": torch.zeros(0, 3),
@@ -191,6 +220,9 @@ def of_all_kinds():
         "conj": torch.zeros(4, dtype=torch.complex64),
         "neg": torch.zeros(4),
         "turned": torch.zeros(3, 2),
+        "turned alike": torch.zeros(2, 3).t(),
+        "turned there": torch.zeros(3, 2).t(),
+        "gaps alike": torch.zeros(8)[::2],
         "spread": torch.zeros(3),
         "tied": [torch.zeros(4), torch.zeros(4), torch.zeros(2, 2)],
         "none": torch.zeros(0, 3),

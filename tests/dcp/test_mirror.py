@@ -548,6 +548,17 @@ def test_what_fails_of_another_step_is_nothing_to_a_damaged_one(tmp_path, far, r
         assert_trees_equal(other.restore(fallback=True), state(2))
 
 
+@pytest.mark.usefixtures("three")
+def test_no_older_step_is_taken_while_one_between_cannot_be_read(tmp_path, far, requests_fail):
+    name = "/far/step-00000003/.metadata"
+    far.pipe_file(name, bytes(len(far.cat_file(name))))
+    requests_fail("step-00000002/.metadata")
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        with pytest.raises(st.CheckpointError, match="step-00000003") as error:
+            other.restore(fallback=True)
+        assert "503 Slow Down" in str(error.value.__cause__)
+
+
 def restore_where_one_cannot_read(folder):
     read = RemotePath.read
 
@@ -580,8 +591,8 @@ def test_what_is_restored_from_a_mirror_has_bytes(tmp_path):
     events = []
     with Checkpointer(tmp_path / "two", mirror="memory://far", on_event=events.append) as other:
         other.restore()
-    assert [(event.kind, event.step) for event in events] == [("restore", 3)]
-    assert events[0].bytes > 0
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "one" / "step-00000003").iterdir())
+    assert [(event.kind, event.step, event.bytes) for event in events] == [("restore", 3, nbytes)]
 
 
 def test_a_watcher_that_ends_its_thread_stops_no_upload(tmp_path, far, caplog):

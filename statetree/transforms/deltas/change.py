@@ -101,6 +101,11 @@ class TensorChange:
         """Whether all elements are replaced."""
         return int(self.head[0]) == -1
 
+    def written(self) -> list[int]:
+        """Return what two changes of one memory have in common that write alike, whoever holds it beside this rank."""
+        first, _, _, *shape = self.head.tolist()
+        return [first, *shape]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""

@@ -237,7 +237,7 @@ def delta(new: Any, base: Any) -> Delta:
                 continue
             for new_name, name in zip(a.parts_of[one], b.parts_of[other], strict=True):
                 x, y = a.tensors[new_name], b.tensors[name]
-                place = x.place, y.place, y.shape, y.box
+                place = x.place, y.place, y.shape, y.box, y.holder
                 if place not in seen:  # ties: what lies in one memory on both sides, of one layout, is compared once
                     seen[place] = _change(x, y)
                 if (change := seen[place]) is not None:

@@ -254,7 +254,7 @@ class StateParts:
         rows: dict[Any, tuple[str, HeldPart]] = {}
         for name, part in self.tensors.items():
             change = changes.get(name)
-            known = [] if change is None else [*change.head.tolist(), *change.sums.view(-1).tolist()]
+            known = [] if change is None else [*change.written(), *change.sums.view(-1).tolist()]
             if part.leaf not in replaced:
                 rows.setdefault((part.place, *known), (name, part))
         objects = [("", _whole(leaf, part)) for leaf, part in self._inside() if leaf not in replaced]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
 from tests.trees.corpus import Held
@@ -155,3 +156,11 @@ def test_a_collective_that_is_waited_for_is_what_it_wraps():
     assert st.digest(waiting) == st.digest(copy)
     assert not st.delta(waiting, copy).changed
     assert st.digest(waiting) != st.digest({"k": held(torch.arange(3.0) + 1)})
+
+
+def test_which_tensor_in_an_object_is_made_of_several_counts():
+    x, y, z = (torch.arange(3.0) + start for start in (0, 10, 20))
+    one, other = ({"k": held(parts)} for parts in ([x, TwoTensor(y, z)], [TwoTensor(x, y), z]))
+    assert not st.similarity(one, other)
+    assert st.digest(one) != st.digest(other)
+    assert type(st.apply_delta(st.delta(one, other), other)["k"].w[0]) is torch.Tensor
