@@ -261,12 +261,10 @@ class Received(NamedTuple):
     reads: bool  # whether some rank looks at elements before it writes them
 
     def filling(self) -> dict[Any, int]:
-        """Return which pending transfer fills a storage that is all of one contiguous tensor, by the storage's key."""
-        columns = Columns(list(self.parts))
-        held = Counter(columns.storage_keys)
-        whole = {key for key, contiguous in zip(columns.storage_keys, columns.contiguous, strict=True) if contiguous}
+        """Return which pending transfer fills a storage that one tensor alone lies in, by the storage's key."""
+        held = Counter(Columns(list(self.parts)).storage_keys)
         keys = [storage_key(transfer.target.pieces[0].untyped_storage()) for transfer in self.pending]
-        return {key: number for number, key in enumerate(keys) if held[key] == 1 and key in whole}
+        return {key: number for number, key in enumerate(keys) if held[key] == 1}
 
 
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:
