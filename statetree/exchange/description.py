@@ -27,7 +27,6 @@ from statetree.leaves.parts import Recipe, Unpacked, packed, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, check_memory, extents, lay_out, make_views
 from statetree.spans.memory import Memory
-from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -254,17 +253,10 @@ class Received(NamedTuple):
     own: Manifest | None  # the tree itself, on the rank that described it
     #: What moves the elements of leaves that were described, unless they were needed to put them together.
     pending: Sequence[Transfer]
-    parts: Sequence[torch.Tensor]  # the tensors that these fill, which described leaves are packed from
     layouts: dict[int, ChunkLayout]  # those of the leaves that this rank held already
     key: Any  # what the ranks agreed on
     device: str  # the type of device that elements still move from
     reads: bool  # whether some rank looks at elements before it writes them
-
-    def filling(self) -> dict[Any, int]:
-        """Return which pending transfer fills a storage that one tensor alone lies in, by the storage's key."""
-        held = Counter(Columns(list(self.parts)).storage_keys)
-        keys = [storage_key(transfer.target.pieces[0].untyped_storage()) for transfer in self.pending]
-        return {key: number for number, key in enumerate(keys) if held[key] == 1}
 
 
 def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:

@@ -318,7 +318,7 @@ class Exchange(Call):
             self._preparation.refuse_copies(own.spec, own.leaves, description.described)
             self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
-        received = Received(own, pending, parts, layouts, key, device, consensus.reads)
+        received = Received(own, pending, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)
 
     def _planned(

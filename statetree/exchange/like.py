@@ -148,14 +148,15 @@ class LikeDestination(Destination):
     def _filled_at_once(self) -> dict[Any, tuple[int, torch.Tensor]]:
         """Return which tensors of ``like`` can be what pending transfers fill, by the storages of those made for that.
 
-        Then a second model takes no memory, and nothing is copied. Elements that some rank looks at before it writes
-        them do not wait until here; so here no two tensors that are written lie in the same memory, on any rank.
+        Then no second model is written. Elements that some rank looks at before it writes them do not wait until here,
+        nor do those of leaves that are made of several tensors: so here no two tensors that are written lie in the same
+        memory, on any rank, and each that was made is a leaf, or several.
         """
-        source, received = self.source, self.source.received
-        filling = received.filling()
-        if not filling:
+        source, pending = self.source, self.source.received.pending
+        if not pending:
             return {}
-        spans = [_extents(transfer.source.pieces) for transfer in received.pending]
+        filling = {storage_key(move.target.pieces[0].untyped_storage()): number for number, move in enumerate(pending)}
+        spans = [_extents(move.source.pieces) for move in pending]
         sent = [*chain(*spans), *_extents([piece for chunks in source.chunks.values() for piece in chunks.memory])]
         starts, stops = (sorted([extent[end] for extent in sent]) for end in (0, 1))
         found: dict[Any, tuple[int, torch.Tensor]] = {}
