@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.dcp.events import Event
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("statetree")
 _NAME: Final = re.compile(r"step-(\d{8,})")
-#: The identity of a step that only the mirror has.
-_FAR: Final = (-1, -1)
+#: What a step has in the place of an inode that only the mirror has.
+_FAR: Final = -1
 
 
 class MirroredSeries(Series):
@@ -83,7 +84,8 @@ class MirroredSeries(Series):
         known = {found.step for found in near} | there.keys()
         # What cannot be looked at now is listed if it is the newest: else an older one would pass for that.
         newest = {step for step in unknown if step > max(known, default=-1)}
-        return sorted([*near, *map(_far_step, (there.keys() | newest) - {found.step for found in near})])
+        far = (there.keys() | newest) - {found.step for found in near}
+        return sorted([*near, *[_far_step(step, there.get(step, "")) for step in far]])
 
     def at_hand(self) -> list[StepDirectory]:
         """Return the complete checkpoints, or those that are local where the mirror cannot be reached."""
@@ -97,14 +99,14 @@ class MirroredSeries(Series):
     def copy_of(self, checkpoint: StepDirectory) -> StepDirectory | None:
         """Return the mirror's copy of a local checkpoint, of the same save, if there is one."""
         with suppress(OSError, CheckpointError):
-            save = None if checkpoint.identity == _FAR else _save_named_in(self.path(checkpoint))
+            save = None if _is_far(checkpoint) else _save_named_in(self.path(checkpoint))
             if save is not None and steps_at(self.url)[0].get(checkpoint.step) == save:
-                return _far_step(checkpoint.step)
+                return _far_step(checkpoint.step, save)
         return None
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
-        return cast("Path", self.url / checkpoint.name) if checkpoint.identity == _FAR else super().path(checkpoint)
+        return cast("Path", self.url / checkpoint.name) if _is_far(checkpoint) else super().path(checkpoint)
 
     def upload_later(self) -> None:
         """Upload in the background what the mirror lacks, and remove there what is not kept."""
@@ -250,5 +252,10 @@ def _save_in(folder: RemotePath) -> str | None:
     return None
 
 
-def _far_step(step: int) -> StepDirectory:
-    return StepDirectory(step, is_named=True, name=name_of(step), identity=_FAR)
+def _far_step(step: int, save: str = "") -> StepDirectory:
+    """Return a step of the mirror: its save tells it from the one that takes its place."""
+    return StepDirectory(step, is_named=True, name=name_of(step), identity=(_FAR, zlib.crc32(save.encode())))
+
+
+def _is_far(checkpoint: StepDirectory) -> bool:
+    return checkpoint.identity[0] == _FAR

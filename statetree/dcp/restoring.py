@@ -62,9 +62,8 @@ class Restoration:
                 if copy is not None:
                     self.found = self._copy = copy
                     continue
-                if any(
-                    from_all("restore", self._failed_since(given_up, self.found), self._group)
-                ) and not self._by_first(self._is_here):  # nobody knows that it is damaged
+                out_of_reach = any(from_all("restore", self._failed_since(given_up, self.found), self._group))
+                if out_of_reach and not self._by_first(self._is_here):  # nobody knows that it is damaged
                     raise damaged[0] from damaged[0].__cause__
                 try:
                     older = self._by_first(self._older)

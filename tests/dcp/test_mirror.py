@@ -641,3 +641,23 @@ def test_messages_say_that_checkpoints_are_in_the_mirror(tmp_path):
             other.restore(step=7)
         with pytest.warns(UserWarning, match="two and its mirror memory:///far, 3"):
             other.save(1, state(1))
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_step_of_the_mirror_that_is_replaced_while_it_is_read_is_searched_again(step, tmp_path, far, monkeypatch):
+    with Checkpointer(tmp_path / "later", mirror="memory://later") as later:
+        later.save(3, state(30))
+    read, replaced = RemotePath.read, []
+
+    def then_replaced(place, *args):
+        if place.path.endswith(".distcp") and not replaced:
+            replaced.append(place)
+            for name in [name for name in far.store if name.startswith("/later/step-00000003/")]:
+                far.pipe_file(name.replace("/later/", "/far/"), far.cat_file(name))
+        return read(place, *args)
+
+    monkeypatch.setattr(RemotePath, "read", then_replaced)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        assert_trees_equal(other.restore(step=step), state(30))
+    assert replaced
