@@ -149,6 +149,8 @@ def test_each_contender_with_a_time_to_reach_has_a_profile():
         assert {contender for profiled, contender in profiles.PROFILED if profiled is row} == timed
     assert {contender for _, contender in profiles.PROFILED} == {
         "statetree",
+        "statetree, in place",
+        "statetree, in place, prepared",
         "statetree, offload",
         "statetree, prepared",
         "statetree, prepared, in_place",
