@@ -112,7 +112,8 @@ SEEN = {
     "distribute from one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
     "distribute from one, prepared, in_place": {"checks", "bytes", "waiting"},
     "broadcast": {"flatten", "checks", "plan", "bytes", "waiting"},
-    "broadcast, prepared": {"checks", "bytes", "waiting"},
+    "broadcast, in place": {"flatten", "checks", "plan", "waiting"},
+    "broadcast, in place, prepared": {"checks", "waiting"},
 }
 
 
