@@ -33,7 +33,7 @@ from statetree.leaves.builtin import IN_A_FILE, is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.bits import as_plain, flat_bytes
 from statetree.spans.columns import Columns
-from statetree.spans.layout import extents, lay_out
+from statetree.spans.layout import extents
 from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.torch_internals import storage_key
 
@@ -377,9 +377,8 @@ def _depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
 def _extents(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return from where to where tensors lie at most."""
     columns = Columns(list(pieces))
-    spans = lay_out(columns, extents(columns)).spans
-    starts = [columns.storages[span.source].data_ptr() for span in spans]
-    return [(start + span.start, start + span.stop) for start, span in zip(starts, spans, strict=True)]
+    reach = zip(columns.pointers, extents(columns), strict=True)
+    return [(start, start + nbytes) for start, nbytes in reach if nbytes]
 
 
 def _are_alike(made: torch.Tensor, target: torch.Tensor) -> bool:

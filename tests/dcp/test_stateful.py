@@ -516,8 +516,8 @@ def test_what_else_an_optimizer_has_is_missed(tmp_path):
             saved.restore({"optimizer": optimizer}, step=2)
 
 
-def stepped(family, weights=2):
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(weights)]
+def stepped(family):
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     for weight in weights:
         weight.grad = torch.ones(2)
     optimizer = family(weights, lr=0.1)
@@ -541,9 +541,7 @@ def test_another_optimizers_state_is_refused(tmp_path):
 
 
 def test_what_an_optimizer_has_beside_stays_without_strict_and_where_it_is_not_chosen(tmp_path):
-    optimizer = stepped(torch.optim.SGD)  # without momentum: no state
-    optimizer.state_dict()["param_groups"]
-    fresh = torch.optim.Adam(optimizer.param_groups[0]["params"], lr=0.1)
+    fresh = torch.optim.Adam(stepped(torch.optim.SGD).param_groups[0]["params"], lr=0.1)  # of weights with gradients
     with Checkpointer(tmp_path) as saved:
         saved.save(1, {"optimizer": fresh, "n": 1})
         fresh.step()
