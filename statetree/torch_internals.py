@@ -151,9 +151,9 @@ WITHOUT_KERNELS: Final = frozenset(
 #: Complex dtypes whose conjugate torch cannot read (since 2.14), and those of which it warns when it allocates one.
 _UNCONJUGATED: Final = frozenset(getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name))
 _WARNED_OF: Final = _UNCONJUGATED | {torch.complex32}
-#: Dtypes whose bytes a copy does not keep, or which cannot be copied: they are copied as integers. A copy of a bool is
-#: 0 or 1, but a view of other numbers as bools may look at any bytes.
-COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool}
+#: Dtypes whose bytes a copy does not keep, or which cannot be copied (a transposed float4 cannot): they are copied as
+#: integers. A copy of a bool is 0 or 1, but a view of other numbers as bools may look at any bytes.
+COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool, torch.float4_e2m1fn_x2}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and has
 #: no kernels for unsigned integers.

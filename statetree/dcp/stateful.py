@@ -106,8 +106,11 @@ class StatefulTree:
             return tree
         for value, path in self._objects():
             self._ask("load_state_dict", value, path, path(tree))
-        triples = zip(self._leaves, self._mask, self._spec.paths(), strict=True)
-        return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
+        states = {id(path(tree)) for path in self._paths}
+        leaves, spec = flatten_for("restore", tree, is_leaf=lambda node: id(node) in states)
+        values = {tuple(path): value for value, path in self._objects()}
+        pairs = zip(spec.paths(), leaves, strict=True)
+        return unflatten(spec, [values.get(tuple(path), leaf) for path, leaf in pairs])
 
 
 def _refuse_flattened(verb: str, value: Any, path: Path) -> None:

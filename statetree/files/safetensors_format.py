@@ -22,6 +22,7 @@ from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
 from statetree.files.untrusted import is_text, printable, refuse
 from statetree.spans.layout import holds_memory
+from statetree.torch_internals import as_copied
 from statetree.tree.mapping import to_flat
 
 if TYPE_CHECKING:
@@ -251,4 +252,4 @@ def _pieces(tensor: Any) -> Any:
     if isinstance(tensor, StoredTensor):
         yield from (tensor.read(index).resolve_conj().resolve_neg() for index in tensor.boxes())
     elif tensor.numel():
-        yield tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield as_copied(tensor.detach().cpu().resolve_conj().resolve_neg()).contiguous()

@@ -10,6 +10,7 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, whole_box
@@ -287,6 +288,7 @@ class StoredTensor:
         number = NUMBERS[dtype.itemsize]
         is_plain = target.device.type == "cpu" and target.dtype == dtype
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
+            increment_version(target)  # as torch does where it writes, for the checks of autograd
             read_strided(piece.file, target.view(number), offset, piece.stride)
             return
 

@@ -109,6 +109,15 @@ def test_a_state_may_be_an_object(tmp_path):
         assert saved.restore(fresh, where="value") is fresh
 
 
+@pytest.mark.parametrize("own", [[], [0.0], [0.0] * 4, None])
+@pytest.mark.parametrize("beside", [{}, {"model": nn.Linear(1, 1)}, {"first": [AppState(torch.ones(1)), ()]}])
+def test_plain_values_beside_objects_are_what_was_saved(beside, own, tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {**beside, "losses": [1.0, 2.0], "empty": ()})
+        restored = saved.restore({**beside, "losses": own, "empty": ()})
+    assert restored == {**beside, "losses": [1.0, 2.0], "empty": ()}
+
+
 def test_where_gives_an_object_the_paths_that_its_state_has(tmp_path):
     run = training(0)
     train(run, 2)

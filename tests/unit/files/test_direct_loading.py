@@ -50,6 +50,29 @@ def test_ties_of_like_are_kept_if_the_file_agrees(tmp_path):
         st.load(path, {"a": like, "c": like}, strict=False)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autograd_notices_that_what_it_keeps_was_loaded_over(name, tmp_path):
+    weight = torch.nn.Parameter(torch.full((1000,), 2.0))
+    path = write({"w": torch.full((1000,), 5.0)}, tmp_path / name)
+    squared = (weight * weight).sum()
+    st.load(path, {"w": weight}, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (300, 300)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float4_e2m1fn_x2])
+def test_elements_that_torch_does_not_copy_are_saved_whatever_their_strides(dtype, shape, name, tmp_path):
+    numbers = torch.arange(torch.Size(shape).numel()).remainder(251).to(torch.uint8).view(shape)
+    for part in (numbers.t(), numbers[..., ::2]):
+        st.save({"w": part.view(dtype)}, tmp_path / name)
+        loaded = st.load(tmp_path / name)["w"]
+        assert torch.equal(loaded.view(torch.uint8), part)
+        made = st.copy_into({"w": part.view(dtype)}, {"w": torch.zeros(part.shape, dtype=torch.uint8).view(dtype)})
+        assert torch.equal(made["w"].view(torch.uint8), part)
+
+
 @pytest.mark.parametrize("name", ["a.pt", "a"])
 def test_what_has_checksums_is_read_once(name, tmp_path, monkeypatch):
     state = {f"p{index}": torch.arange(500_000) + index for index in range(4)}
