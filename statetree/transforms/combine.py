@@ -239,7 +239,8 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     paths = [row.path for row in rows]
     columns = [[materialized(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]
-    check_memory("combine", first.columns, lambda part: paths[first.owners[part]])
+    for some in (first, *others):
+        check_memory("combine", some.columns, lambda part, owners=some.owners: paths[owners[part]])  # type: ignore[misc]
     partners = [{(leaf, a): b for leaf, a, b in paired_parts(first, other) if b is not None} for other in others]
     parts = [recast("combine", first.recipe(leaf), torch.float32, path)[1] for leaf, path in enumerate(paths)]
     # Each view is combined once, however many tensors are the same one.

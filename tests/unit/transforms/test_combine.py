@@ -453,3 +453,16 @@ def test_leaves_without_elements_have_no_ties_to_cut(tmp_path):
     assert [leaf.dtype for leaf in st.offload(made).values()] == [torch.float64, torch.float32, torch.float32]
     others = {"a": torch.zeros(0, 3), "b": torch.zeros(0, 3)}
     assert st.combine(lambda x, y: x + y, {"a": empty, "b": empty}, others)["b"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tensor_of_any_tree_whose_storage_is_too_small_is_named(stored, place, nbytes, tmp_path):
+    trees = [{"v": numbers(at), "w": numbers(at)} for at in range(3)]
+    trees[place]["w"].untyped_storage().resize_(nbytes)
+    if stored and place:
+        st.save(trees[0], tmp_path / "a.pt")
+        trees[0] = st.files.open(tmp_path / "a.pt")
+    with pytest.raises(st.UnsupportedLeaf, match="the leaf at w was freed or resized"):
+        st.combine(mean, *trees)
