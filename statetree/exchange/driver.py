@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from statetree.declare import phase
 from statetree.errors import RankMismatch
@@ -317,6 +318,8 @@ class Exchange(Call):
         if own is not None and self._preparation is not None:
             self._preparation.refuse_copies(own.spec, own.leaves, description.described)
             self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)
+        if self._preparation is not None:  # spans are written, which share no version counter with the views on them
+            self.executor.call(partial(increment_version, parts))
         leaves = description.put_together(self.verb, parts)
         received = Received(own, pending, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)

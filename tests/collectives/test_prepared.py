@@ -150,6 +150,31 @@ def test_broadcast_sends_elements_again():
     run_ranks(2, broadcast_often)
 
 
+def write_again():
+    """Call prepared verbs twice, and see that autograd can tell that each tensor with elements was written."""
+    plain, rank = {"w": torch.ones(1000, 4), "v": torch.ones(3)}, dist.get_rank()
+    sharded_, whole = {"w": sharded((100, 4), 1, Shard(0))}, {"w": torch.ones(100, 4)}
+    like = {"w": sharded((100, 4), 1, Shard(1))}
+    for sync in (
+        statetree.prepare(statetree.broadcast, plain),
+        statetree.prepare(statetree.broadcast, sharded_),
+        statetree.prepare(statetree.gather, sharded_),
+        statetree.prepare(statetree.reshard, sharded_, like),
+        statetree.prepare(statetree.reshard, sharded_, like, in_place=True),
+        statetree.prepare(statetree.distribute, whole if rank == 0 else None, like, src=0, in_place=True),
+        statetree.prepare(statetree.distribute, plain if rank == 0 else None, plain, src=0),
+        statetree.prepare(statetree.distribute, whole, like),
+    ):
+        leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in sync().values()]
+        before = [leaf._version for leaf in leaves]
+        sync()
+        assert all(leaf._version > count for leaf, count in zip(leaves, before, strict=True))
+
+
+def test_autograd_can_tell_what_was_filled_again():
+    run_ranks(2, write_again)
+
+
 def sum_often():
     tree = {"sum": sharded((5,), 1, Partial()), "most": sharded((5,), dist.get_rank(), Partial("max"))}
     sync = statetree.prepare(statetree.gather, tree)
