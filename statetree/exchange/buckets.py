@@ -98,8 +98,8 @@ def take_buckets(sizes: Sequence[tuple[int, int]], device: torch.device) -> Buck
 class BucketedPlan:
     """A plan laid out in buckets, which can be run with any tensors of the moves' layouts."""
 
-    def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
-        self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source).rounds
+    def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int) -> None:
+        self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes).rounds
         self._rank = group.rank
         self._layouts: dict[Any, _Layout] = {}
         self._num_places = 0

@@ -338,8 +338,7 @@ class Exchange(Call):
         return plan_transfers(self._options(key, kind), transfers, reduction)
 
     def _options(self, key: Any, kind: str) -> TransferOptions:
-        source = self.options.get("src")  # from which alone elements come, if it is given
-        return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes, source)
+        return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
 
 
 def exchange(

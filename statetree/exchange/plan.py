@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from statetree.exchange.routes import Route, Slab
-from statetree.exchange.senders import Senders, senders_of
+from statetree.exchange.senders import turns_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,27 +97,25 @@ class ExchangePlan:
     """This rank's part of the exchange that takes all moves to their targets.
 
     The moves are the same on every rank, in the same order. A rank sends and receives ``bucket_bytes`` in one round, or
-    one element if that has more. Boxes that the rank ``source`` holds come from it, also for ranks that hold them, too.
+    one element if that has more.
     """
 
-    def __init__(
-        self, moves: Sequence[Move], rank: int, size: int, bucket_bytes: int, *, source: int | None = None
-    ) -> None:
+    def __init__(self, moves: Sequence[Move], rank: int, size: int, bucket_bytes: int) -> None:
         self._rank = rank
         self._size = size
-        self._kinds: dict[tuple[int, int, torch.dtype, Senders], _Kind] = {}
+        self._kinds: dict[tuple[int, int, torch.dtype, int | None], _Kind] = {}
         self._bucket_bytes = bucket_bytes
-        self.rounds = list(self._rounds(self._kinds_of(moves, source)))
+        self.rounds = list(self._rounds(self._kinds_of(moves)))
 
-    def _kinds_of(self, moves: Sequence[Move], source: int | None) -> list[_Kind]:
+    def _kinds_of(self, moves: Sequence[Move]) -> list[_Kind]:
         order = sorted(range(len(moves)), key=lambda number: -moves[number].source.numel * moves[number].dtype.itemsize)
-        senders = dict(zip(order, senders_of([moves[number][:2] for number in order], source), strict=True))
-        return [self._kind(move, senders[number]) for number, move in enumerate(moves)]
+        turns = dict(zip(order, turns_of([moves[number][:2] for number in order]), strict=True))
+        return [self._kind(move, turns[number]) for number, move in enumerate(moves)]
 
-    def _kind(self, move: Move, senders: Senders) -> _Kind:
-        key = (id(move.source), id(move.target), move.dtype, senders)
+    def _kind(self, move: Move, turn: int | None) -> _Kind:
+        key = (id(move.source), id(move.target), move.dtype, turn)
         if key not in self._kinds:
-            route = Route(move.source, move.target, senders, self._rank)
+            route = Route(move.source, move.target, turn, self._rank)
             transport, root = self._transport(route, move.dtype.itemsize)
             elements = route.source.numel if transport is not Transport.MESSAGES else route.most_sent + route.most_held
             self._kinds[key] = _Kind(route, move.dtype, transport, root, elements * move.dtype.itemsize)

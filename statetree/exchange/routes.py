@@ -13,7 +13,6 @@ from statetree.declare import cached_property
 
 if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
-    from statetree.exchange.senders import Senders
 
 #: How many pairs of boxes are compared at a time.
 _MAX_PAIRS: Final = 1 << 20
@@ -79,7 +78,7 @@ class Route:
 
     source: ChunkLayout  # where the elements are
     target: ChunkLayout  # where they go
-    senders: Senders  # who sends what several ranks have
+    turn: int | None  # who sends what several ranks have (see ``turns_of``)
     rank: int  # this one
 
     def incoming(self, slab: Slab) -> Cuts:
@@ -116,14 +115,14 @@ class Route:
     def _all_arriving(self) -> Cuts:
         boxes, rows = self.source.distinct, self.target.rows_of(self.rank)
         piece, box, low, high = overlaps(self.target.starts[rows], self.target.stops[rows], boxes.starts, boxes.stops)
-        peer = self.senders.of(self.source, box, torch.full_like(box, self.rank))
+        peer = self._senders(box, torch.full_like(box, self.rank))
         return Cuts(peer, box, piece, low, high).sorted()
 
     @cached_property
     def _arriving(self) -> tuple[Cuts, Cuts]:
         """Return what comes from others, and what this rank has itself."""
         cuts = self._all_arriving
-        stays = torch.isin(cuts.box, self._own) & self._may_stay(cuts.peer, self.rank)
+        stays = torch.isin(cuts.box, self._own)
         return cuts.at(~stays), cuts.at(stays)
 
     @cached_property
@@ -131,9 +130,14 @@ class Route:
         boxes, target = self.source.distinct, self.target
         piece, row, low, high = overlaps(boxes.starts[self._own], boxes.stops[self._own], target.starts, target.stops)
         box, peer = self._own[piece], target.ranks[row]
-        sender = self.senders.of(self.source, box, peer)
-        stays = self._is_held(peer, box) & self._may_stay(sender, peer)
-        return Cuts(peer, box, piece, low, high).at((sender == self.rank) & ~stays).sorted()
+        leaves = (self._senders(box, peer) == self.rank) & ~self._is_held(peer, box)
+        return Cuts(peer, box, piece, low, high).at(leaves).sorted()
+
+    def _senders(self, boxes: torch.Tensor, peers: torch.Tensor) -> torch.Tensor:
+        """Return the senders of distinct boxes (by their numbers) to the ranks that each goes to."""
+        holders = self.source.holders
+        place = self.source.replica_of(peers) if self.turn is None else boxes + self.turn
+        return holders.ranks[holders.first[boxes] + place % holders.number[boxes]]
 
     def _is_held(self, peer: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
         """Whether peers hold boxes of this rank, too."""
@@ -143,12 +147,6 @@ class Route:
         rows = torch.isin(which, self._own)
         count = len(self.source.distinct.starts)
         return torch.isin(peer * count + box, self.source.ranks[rows] * count + which[rows])
-
-    def _may_stay(self, sender: torch.Tensor, rank: torch.Tensor | int) -> torch.Tensor:
-        """Whether a rank that has a box may use its own."""
-        if self.senders.source is None:
-            return torch.ones_like(sender, dtype=torch.bool)
-        return (sender != self.senders.source) | (sender == rank)
 
     def _within(self, cuts: Cuts, slab: Slab) -> Cuts:
         """Return what lies in one slab of each box."""
@@ -179,11 +177,11 @@ class Route:
         """How many elements a rank sends at most, about: what it passes on, to as many ranks as want each element."""
         copies = -(-int(self.target.volumes.sum()) // max(self.target.numel, 1))
         boxes = self.source.distinct
-        if self.senders.turn is None:
+        if self.turn is None:
             owned = _per_rank(self.source.ranks, self.source.volumes)
             return owned * -(-copies // int(self.source.holders.number[0]))
         number = torch.arange(len(boxes.starts))
-        return _per_rank(self.senders.of(self.source, number, number), boxes.volumes) * copies
+        return _per_rank(self._senders(number, number), boxes.volumes) * copies
 
     @cached_property
     def most_held(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from statetree.chunks.layouts import ChunkLayout
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from statetree.chunks.layouts import ChunkLayout
 
 #: How often, at most, the holders of a layout's boxes take turns from tensor to tensor.
 _MAX_TURNS: Final = 16
@@ -39,34 +40,26 @@ def choose_owners(held: Sequence[tuple[ChunkLayout, int]], size: int) -> list[to
     return result
 
 
-class Senders(NamedTuple):
-    """A rule that says, for each box and each rank that lacks it, which holder sends it."""
-
-    #: The holders take turns, from box to box: which of them sends the first box. With ``None`` a rank gets what it
-    #: lacks from the holders that have the same place among the holders of a box as the rank itself has among those of
-    #: its own: in a hybrid mesh these are the ranks of its own replica.
-    turn: int | None
-    #: The rank whose elements win: boxes that it holds come from it, also for ranks that hold them as well.
-    source: int | None
-
-    def of(self, layout: ChunkLayout, boxes: torch.Tensor, peers: torch.Tensor) -> torch.Tensor:
-        """Return the senders of distinct boxes (by their numbers) to the ranks that each goes to."""
-        holders = layout.holders
-        place = boxes + self.turn if self.turn is not None else layout.replica_of(peers)
-        found = holders.ranks[holders.first[boxes] + place % holders.number[boxes]]
-        if self.source is not None:
-            found[torch.isin(boxes, layout.held_by(self.source))] = self.source
-        return found
+@lru_cache(maxsize=1024)  # or each tensor is a plan of its own
+def held_for_all(layout: ChunkLayout, rank: int) -> ChunkLayout:
+    """Return a layout without the other holders of a rank's boxes: its elements are all ranks', whatever they hold."""
+    kept = (layout.ranks == rank) | ~torch.isin(layout.distinct.which, layout.held_by(rank))
+    return ChunkLayout(
+        layout.shape, layout.ranks[kept], layout.starts[kept], layout.stops[kept], disjoint=layout.disjoint
+    )
 
 
-def senders_of(moves: Sequence[tuple[ChunkLayout, ChunkLayout]], source: int | None) -> list[Senders]:
-    """Return who sends what, for tensors that go from one layout to another, balanced over the ranks.
+def turns_of(moves: Sequence[tuple[ChunkLayout, ChunkLayout]]) -> list[int | None]:
+    """Return whose turn it is to send, for tensors that go from one layout to another, balanced over the ranks.
 
-    The nearest replica sends wherever that is balanced: if each of them serves ranks that want equally much.
+    The holders take turns, from box to box: a turn says which of them sends the first box. With ``None`` a rank gets
+    what it lacks from the holders that have the same place among the holders of a box as the rank itself has among
+    those of its own: in a hybrid mesh these are the ranks of its own replica. So it is wherever that is balanced: if
+    each replica serves ranks that want equally much.
     """
     nearest: dict[tuple[int, int], bool] = {}
     turns: dict[int, int] = {}
-    found = []
+    found: list[int | None] = []
     for origin, target in moves:
         turn: int | None = 0
         if origin.has_replicas:
@@ -80,7 +73,7 @@ def senders_of(moves: Sequence[tuple[ChunkLayout, ChunkLayout]], source: int | N
                 turn = turns.get(count, 0)
                 step = -(-count // _MAX_TURNS)  # each turn is a route of its own, which has to be planned
                 turns[count] = (turn + step) % (count // step * step)
-        found.append(Senders(turn, source))
+        found.append(turn)
     return found
 
 

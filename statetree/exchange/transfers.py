@@ -86,7 +86,6 @@ class TransferOptions(NamedTuple):
     group: Group  # the ranks
     device: torch.device  # the memory that is sent from and received into
     bucket_bytes: int  # as for ``BucketedPlan``
-    source: int | None = None  # as for ``BucketedPlan``
 
 
 def plan_transfers(
@@ -107,7 +106,7 @@ def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer])
     known = _PLANNED.pop(key, None)
     if known is None:
         moves = [Move(source.layout, target.layout, copied_dtype(dtype)) for source, target, dtype in transfers]
-        plan = BucketedPlan(moves, group, options.bucket_bytes, source=options.source)
+        plan = BucketedPlan(moves, group, options.bucket_bytes)
         known = plan, _digest(options, transfers)
     elif os.environ.get(CHECK_PLANS) and known[1] != _digest(options, transfers):
         msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"
@@ -120,7 +119,7 @@ def _planned(options: TransferOptions, what: str, transfers: Sequence[Transfer])
 
 def _digest(options: TransferOptions, transfers: Sequence[Transfer]) -> bytes:
     """Return a digest of everything that a plan is made for, and of how many tensors it is run with."""
-    found = blake2b(f"{options.source} {options.bucket_bytes} {len(transfers)}".encode(), digest_size=16)
+    found = blake2b(f"{options.bucket_bytes} {len(transfers)}".encode(), digest_size=16)
     for source, target, dtype in transfers:
         found.update(source.layout.digest + target.layout.digest)
         found.update(f"{copied_dtype(dtype)} {len(source.pieces)} {len(target.pieces)} ".encode())

@@ -14,6 +14,7 @@ from statetree.exchange.destination import Destination
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.plan import Chunked, Transfer
 from statetree.exchange.recognition import recognised
+from statetree.exchange.senders import held_for_all
 from statetree.exchange.transfers import sendable_pieces
 from statetree.torch_internals import copy_each
 
@@ -103,7 +104,7 @@ class _SameLayouts(Destination):
 
     def __init__(self, source: Manifest, own: Manifest | None, run: Exchange) -> None:
         super().__init__(source, list(source.leaves))
-        self._own, self._rank = own, run.group.rank
+        self._own, self._rank, self._src = own, run.group.rank, run.options["src"]
         self._made: Manifest | None = None
         assert source.received is not None
         if not source.chunks:
@@ -131,7 +132,9 @@ class _SameLayouts(Destination):
         for index in self._own.moving():
             layout, held, made = self._layouts[index], self._own.chunks[index], self._made.chunks[index]
             if (held.partials is not None) == partial:
-                given, filled = (Chunked(layout, sendable_pieces(side, layout, self._rank)) for side in (held, made))
+                origin = layout if partial else held_for_all(layout, self._src)
+                given = Chunked(origin, sendable_pieces(held, origin, self._rank))
+                filled = Chunked(layout, sendable_pieces(made, layout, self._rank))
                 found.append(Transfer(given, filled, held.dtype))
         return found
 

@@ -12,6 +12,7 @@ from statetree.chunks.layouts import Split, layout_of, mesh_layout, whole_on
 from statetree.exchange import plan as plans
 from statetree.exchange import stacks
 from statetree.exchange.plan import ExchangePlan, Move, Transport
+from statetree.exchange.senders import held_for_all
 from statetree.spans.bits import flat_bytes, is_flat
 from tests.unit.exchange.wired_ranks import WiredRanks, cut
 
@@ -141,7 +142,8 @@ def test_what_a_rank_has_stays_there(given):
 @given(given=many_moves(), source=st.integers(0, RANKS - 1), bucket_bytes=BUCKETS, travels=TRAVELS)
 def test_a_sources_elements_win(given, source, bucket_bytes, travels):
     limit(travels)
-    ranks = WiredRanks(integers(given), RANKS, bucket_bytes, source).run()
+    given = [move._replace(source=held_for_all(move.source, source)) for move in integers(given)]
+    ranks = WiredRanks(given, RANKS, bucket_bytes).run()
     ranks.check()
     for rank, move, box, piece in ranks.arrived():
         for mine in move.source.boxes_of(source):

@@ -25,8 +25,8 @@ def item(source=ALONE, target=ALONE, dtype=torch.float32, *, targets=1):
     return Transfer(Chunked(source, pieces), Chunked(target, received), dtype)
 
 
-def plan(*items, source=None):
-    plan_transfers(TransferOptions("agreed", group_of("reshard", None, None), torch.device("cpu"), 100, source), items)
+def plan(*items):
+    plan_transfers(TransferOptions("agreed", group_of("reshard", None, None), torch.device("cpu"), 100), items)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,6 @@ def test_a_plan_for_other_moves_is_noticed(items):
     plan(item())
     with pytest.raises(AssertionError, match="the plan of elements was made for other moves"):
         plan(*items)
-
-
-def test_a_plan_for_another_source_is_noticed():
-    plan(item())
-    with pytest.raises(AssertionError, match="the plan of elements was made for other moves"):
-        plan(item(), source=0)
 
 
 def test_plans_are_not_compared_outside_of_tests(monkeypatch):

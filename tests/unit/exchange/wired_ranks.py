@@ -71,11 +71,11 @@ def elements_of(move, size):
 class WiredRanks:
     """What all ranks have before and after moves."""
 
-    def __init__(self, moves, size, bucket_bytes, source=None, arrange=torch.clone):
+    def __init__(self, moves, size, bucket_bytes, arrange=torch.clone):
         self.moves, self.size = moves, size
         wires = Wires(size)
         self.groups = [WiredGroup(rank, wires) for rank in range(size)]
-        self.plans = [BucketedPlan(moves, group, bucket_bytes, source=source) for group in self.groups]
+        self.plans = [BucketedPlan(moves, group, bucket_bytes) for group in self.groups]
         self.transfers = [
             [
                 Transfer(
