@@ -117,15 +117,17 @@ class Unpacked:
         alone += chain.from_iterable([recipe.within() for recipe in packed(alone)])
         return {recipe for recipe in alone if isinstance(recipe, int)}
 
-    def metadata_parts(self) -> list[int]:
-        """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects."""
-        return [
-            part
-            for recipe in packed(self.recipes.values())
-            if not recipe.leaf_type.elements_only(recipe.context)
-            for part in recipe.within()
-            if isinstance(part, int)
-        ]
+    def metadata_parts(self, *, attributes: bool) -> list[int]:
+        """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects.
+
+        With ``attributes``, also of those that leaves carry beside their elements.
+        """
+        chosen: list[Recipe] = []
+        for recipe in packed(self.recipes.values()):
+            chosen += [] if recipe.leaf_type.elements_only(recipe.context) else recipe.within()
+            carried = recipe.attributes.leaves if attributes and recipe.attributes is not None else []
+            chosen += chain(carried, *[inside.within() for inside in packed(carried)])
+        return list(dict.fromkeys(part for part in chosen if isinstance(part, int)))
 
     def registered(self, leaf: int) -> list[PackedRecipe]:
         """Return a leaf's recipes of registered leaf types, from the outside in: parts do not say their contexts."""

@@ -108,8 +108,11 @@ def take_apart(verb: str, tree: Any, *, memory: bool = True) -> TreeParts:
 
 
 @quietly
-def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
-    """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
+def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool, attributes: bool = False) -> Any:
+    """Return a tree whose tensors are replicas in other memory, with or without the same elements.
+
+    Tensors in attributes of others have them with ``attributes``, too.
+    """
     with phase(f"{verb}.describe"):
         parts = take_apart(verb, tree, memory=copy)
         columns = parts.unpacked.columns
@@ -118,7 +121,8 @@ def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     with phase(f"{verb}.move" if copy else f"{verb}.allocate"):
         fresh = replicate_columns(columns, extents(columns), memory, copy=copy)
     # Indices, offsets and what else leaves are put together by: undefined ones would not make a leaf.
-    needed = [] if copy else [index for index in parts.unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+    needed = [] if copy else parts.unpacked.metadata_parts(attributes=attributes)
+    needed = [index for index in needed if not columns.tensors[index].is_meta]
     if needed:
         chosen = Columns([columns.tensors[index] for index in needed])
         check_memory(verb, chosen, lambda index: parts.path_of(needed[index]))
