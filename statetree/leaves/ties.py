@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from fractions import Fraction
 from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents, is_dense
-from statetree.spans.overlaps import shared_elements
+from statetree.spans.overlaps import lie_alike, shared_elements
 from statetree.torch_internals import quietly, storage_key
 
 if TYPE_CHECKING:
@@ -124,7 +123,10 @@ def object_ties(
                 over[part].append(source)
         looked_at[part] = len(there)
         partner = counterparts().get(part) if len(over[part]) > known else None
-        if partner is None or not all(lie_alike((tensor, partner), (of[at], into[at])) for at in over[part]):
+        pairs = [(of[at], into[at]) for at in over[part]]
+        if partner is None or not all(a.dtype == b.dtype for a, b in [(tensor, partner), *pairs]):
+            return False
+        if not all(lie_alike((tensor, partner), pair) for pair in pairs):
             return False
         found.views[part] = partner.detach()
         found.written.append(part)
@@ -149,27 +151,6 @@ def sharing(rows: Iterable[tuple[T, torch.Tensor]]) -> list[tuple[T, T]]:
     real = [(leaf, tensor) for leaf, tensor in rows if tensor.numel() and not tensor.is_meta]
     pairs = shared_elements(Columns([tensor for _, tensor in real]))
     return list(dict.fromkeys((real[a][0], real[b][0]) for pair in pairs for a, b in permutations(pair)))
-
-
-def lie_alike(
-    pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor], *, converted: bool = False
-) -> bool:
-    """Whether two tensors lie to each other as two others do, which are views of the same kinds.
-
-    Args:
-        pair: One of the two, and one of the others.
-        other: The other one of each.
-        converted: Whether the others may be of another dtype, both of the same.
-    """
-    for a, b in (pair, other):
-        bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-        if not bits or (a.shape, a.stride()) != (b.shape, b.stride()) or not (converted or a.dtype == b.dtype):
-            return False
-    facing = list(zip(pair, other, strict=True))
-    for a, b in facing:
-        if (converted and a.dtype != b.dtype) or storage_key(a.untyped_storage()) != storage_key(b.untyped_storage()):
-            return False
-    return len({Fraction(a.data_ptr() - b.data_ptr(), a.itemsize) for a, b in facing}) == 1
 
 
 def _view_on(part: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:

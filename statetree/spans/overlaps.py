@@ -160,48 +160,46 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
     if are_disjoint(targets):
         return []
     found: list[tuple[int, int]] = []
+    pairs = list(zip(targets.tensors, sources.tensors, strict=True))
     for group in _views(targets):
         indices = [index for members in group.values() for index in members]
-        if all(_lie_alike(targets, sources, indices[0], index) for index in indices):
+        if all(lie_alike(pairs[indices[0]], pairs[index]) for index in indices):
             continue
         for *others, last in group.values():
-            found += [(index, last) for index in others if not _receive_alike(targets, sources, index, last)]
+            found += [(index, last) for index in others if not _receive_alike(pairs[index], pairs[last])]
         for one, other in _meeting(list(group)):
             # Tensors of one view receive the same bits by now, so that one of them that is tied is enough.
-            if not any(_lie_alike(targets, sources, a, b) for a in group[one] for b in group[other]):
+            if not any(lie_alike(pairs[a], pairs[b]) for a in group[one] for b in group[other]):
                 first, second = group[one][0], group[other][0]
                 found.append((min(first, second), max(first, second)))
     return found
 
 
-def _lie_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
-    """Whether the sources of two targets overlap exactly as the targets do."""
-    if sources.devices[a] != sources.devices[b]:
-        return False
-    for index in (a, b):
-        bits = sources.conj[index] == targets.conj[index] and sources.neg[index] == targets.neg[index]
-        if not bits or _steps(sources, index) != _steps(targets, index):
+def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether the second tensors of two pairs overlap exactly as the first ones do. They may be of other dtypes."""
+    for one, its in (pair, other):
+        bits = one.is_conj() == its.is_conj() and one.is_neg() == its.is_neg()
+        if not bits or one.shape != its.shape or _steps(one) != _steps(its):
             return False
-    distance = targets.pointers[b] - targets.pointers[a]
-    other = sources.pointers[b] - sources.pointers[a]
-    if targets.dtypes[a] == sources.dtypes[a] and targets.dtypes[b] == sources.dtypes[b]:
-        return distance == other
-    # Elements are converted one by one: they must be as many apart.
-    if targets.dtypes[a] != targets.dtypes[b] or sources.dtypes[a] != sources.dtypes[b]:
+    (a, x), (b, y) = pair, other
+    if x.device != y.device or not x.data_ptr():
         return False
-    return distance * sources.dtypes[a].itemsize == other * targets.dtypes[a].itemsize
+    distance, theirs = b.data_ptr() - a.data_ptr(), y.data_ptr() - x.data_ptr()
+    if a.dtype == x.dtype and b.dtype == y.dtype:
+        return distance == theirs
+    # Elements are converted one by one: they must be as many apart.
+    return a.dtype == b.dtype and x.dtype == y.dtype and distance * x.itemsize == theirs * a.itemsize
 
 
-def _steps(columns: Columns, index: int) -> list[int]:
-    return [step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True) if size != 1]
+def _steps(tensor: torch.Tensor) -> list[int]:
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-def _receive_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
-    """Whether two targets that are the same view receive the same bits."""
-    if _lie_alike(targets, sources, a, b):
+def _receive_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether two targets that are the same view receive the same bits from their sources."""
+    if lie_alike(pair, other):
         return True
-    one, other = (sources.tensors[index].detach().to(dtype=targets.dtypes[index]).reshape(-1) for index in (a, b))
-    return same_bytes(one, other)
+    return same_bytes(*[source.detach().to(dtype=target.dtype).reshape(-1) for target, source in (pair, other)])
 
 
 def are_disjoint(columns: Columns) -> bool:

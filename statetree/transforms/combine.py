@@ -15,12 +15,12 @@ from statetree.leaves.location import located_error
 from statetree.leaves.pairing import fact_differences, inner_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.recasting import recast
-from statetree.leaves.ties import lie_alike, sharing, view_key
+from statetree.leaves.ties import sharing, view_key
 from statetree.leaves.types.tensor import identified, kind_of
 from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
-from statetree.spans.overlaps import once, shared_elements
+from statetree.spans.overlaps import lie_alike, once, shared_elements
 from statetree.torch_internals import copy_each, is_sole_view, quietly, set_bits, torch_function_enabled, version_of
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
@@ -266,8 +266,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
             continue  # it comes the other way round, too
         alike = b >= 0 and used[a][0].dtype == used[b][0].dtype
         alike = alike and all(
-            lie_alike((used[a][0], x), (used[b][0], y), converted=True)
-            for x, y in zip(used[a][1:], used[b][1:], strict=True)
+            lie_alike((used[a][0], x), (used[b][0], y)) for x, y in zip(used[a][1:], used[b][1:], strict=True)
         )
         if a >= 0 and not alike:
             wrong.append((owners[a], "what shares its memory"))
