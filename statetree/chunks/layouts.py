@@ -113,10 +113,11 @@ class ChunkLayout:
         """Return the numbers of the distinct boxes that a rank holds, in the order of its rows."""
         return self.distinct.which[self.rows_of(rank)]
 
-    def sharing(self, rank: int) -> list[list[int]]:
+    def sharing(self, rank: int) -> dict[Box, list[int]]:
         """Return, for each box of a rank, in the order of its rows, the ranks that hold it, rising."""
         ranks, first, number, _ = self.holders
-        return [ranks[first[box] : first[box] + number[box]].tolist() for box in self.held_by(rank).tolist()]
+        held = zip(self.boxes_of(rank), self.held_by(rank).tolist(), strict=True)
+        return {box: ranks[first[at] : first[at] + number[at]].tolist() for box, at in held}
 
     def rows_of(self, rank: int) -> slice:
         """Return the rows of a rank."""

@@ -7,7 +7,7 @@ and one small reduction over the ranks does the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from statetree.spans.layout import check_memory
 from statetree.spans.sums import ALL, piece_sums, signed, whole_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
@@ -69,7 +69,7 @@ def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
     for number, index in enumerate(distributed):
         chunks = manifest.chunks[index]
         _check_disjoint(manifest, index, layouts[index])
-        held = holders_of(layouts[index], run.group.rank)
+        held = layouts[index].sharing(run.group.rank)
         for box, piece in zip(chunks.boxes, chunks.pieces, strict=True):
             holders = held.get(box)  # none of a box on another mesh than the first
             # They take turns, leaf after leaf.
@@ -131,8 +131,8 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
             (box, chunk_number(piece, box, chunks.shape))
             for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
         ]
-    holders: dict[int, dict[Box | None, list[int]]] = defaultdict(lambda: {None: list(range(size))})
-    holders.update((index, holders_of(layouts[index], rank)) for index in manifest.chunks)
+    holders: dict[int, Mapping[Any, list[int]]] = defaultdict(lambda: {None: list(range(size))})
+    holders.update((index, layouts[index].sharing(rank)) for index in manifest.chunks)
     weighted = [
         sum(number * _weight(holders[index][box], rank) for box, number in found[index]) for index in manifest.order
     ]
@@ -154,8 +154,3 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
 def _weight(holders: Sequence[int], rank: int) -> int:
     """Return by what a rank multiplies its number of a box: minus one, and on the first holder what makes up for it."""
     return len(holders) - 1 if holders[0] == rank else -1
-
-
-def holders_of(layout: ChunkLayout, rank: int) -> dict[Box | None, list[int]]:
-    """Return, for each box that a rank holds, the ranks that hold it."""
-    return dict(zip(layout.boxes_of(rank), layout.sharing(rank), strict=True))

@@ -234,7 +234,9 @@ class Manifest:
             if index in sums and self.chunks[index].boxes:
                 chunks = self.chunks[index]
                 # A part whose layout is not known is whole on every rank.
-                holders = range(group.size) if chunks.layout is None else chunks.layout.sharing(group.rank)[0]
+                holders = (
+                    range(group.size) if chunks.layout is None else chunks.layout.sharing(group.rank)[chunks.boxes[0]]
+                )
                 boxes, elements = ", ".join(map(str, chunks.boxes)), text_number(str(sums[index]))
                 found.append(Alike(name, boxes, list(holders), elements))
         return found

@@ -231,7 +231,7 @@ def _owners(layout: ChunkLayout, rank: int) -> dict[Box, int]:
 
     Blocks of one leaf that begin alike have one owner, so that they lie side by side.
     """
-    rows = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True)
+    rows = layout.sharing(rank).items()
     return {box: holders[hash((box.start[:1], box.sizes[-1:])) % len(holders)] for box, holders in rows}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import Difference, TreeMismatch, unsignalled
-from statetree.exchange.digesting import holders_of, refuse_partial
+from statetree.exchange.digesting import refuse_partial
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.copying import copied_leaves
@@ -175,7 +175,7 @@ class StateParts:
             leaf, chunks = self.leaves[index], self.manifest.chunks.get(index)
             if chunks is not None:
                 shape, rank = tuple(chunks.shape), ranks.rank
-                holders = {} if chunks.layout is None else holders_of(chunks.layout, rank)
+                holders = {} if chunks.layout is None else chunks.layout.sharing(rank)
                 parts[index] = [
                     HeldPart(index, shape, box, as_plain(piece), (own.index(rank), len(own)))
                     for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
