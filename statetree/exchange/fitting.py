@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.consensus import Entry
 from statetree.exchange.manifest import is_cuttable
@@ -11,7 +12,7 @@ from statetree.exchange.transfers import as_sendable
 from statetree.key_paths import Path
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
-from statetree.spans.bits import same_bytes, same_view
+from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import overlaps_itself
 from statetree.tree.matching import matched_where
@@ -185,7 +186,7 @@ def _tied_alike(source: Manifest, index: int, other: int) -> bool:
     ours, theirs = source.chunks.get(index), source.chunks.get(other)
     if ours is None and theirs is None:
         a, b = as_sendable(source.leaves[index]), as_sendable(source.leaves[other])
-        return same_view(a, b) or same_bytes(a, b)
+        return location_of(a) == location_of(b) or same_bytes(a, b)
     if ours is None or theirs is None or (ours.text, ours.detail) != (theirs.text, theirs.detail):
         return False
     return all(map(same_bytes, ours.pieces, theirs.pieces))

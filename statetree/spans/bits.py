@@ -77,12 +77,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(_equal(x, y) for _, x, y in pieces(*distinct_elements(a, b)))
 
 
-def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors of one dtype and shape are the same view on the same memory."""
-    bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    return bits and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
-
-
 def differing(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the positions at which two plain tensors of one dtype and shape differ, bit by bit.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from statetree.chunks.local import location_of
 from statetree.chunks.ranks import own_ranks
 from statetree.declare import phase
 from statetree.errors import Difference, TreeMismatch
@@ -15,7 +16,7 @@ from statetree.leaves.builtin import IN_A_FILE, facts
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.pairing import fact_differences, inner_differences
 from statetree.leaves.parts import unpack
-from statetree.spans.bits import differ_in_more, differing, is_unreadable, same_view
+from statetree.spans.bits import differ_in_more, differing, is_unreadable
 from statetree.spans.sums import FEW, piece_sums, sums_at
 from statetree.torch_internals import quietly, storage_key
 from statetree.transforms.deltas.change import (
@@ -278,7 +279,7 @@ def _have_alike_parts(a: StateParts, new: int, b: StateParts, old: int) -> bool:
 def _change(a: HeldPart, b: HeldPart) -> TensorChange | None:
     """Return what has to be written over a part to make it another one, in the fewest bytes; ``None`` for nothing."""
     new, old = a.piece, b.piece
-    if old.is_meta or same_view(new, old):
+    if old.is_meta or location_of(new) == location_of(old):
         return None
     most = old.nbytes // (old.itemsize + 1)  # of positions: from there on, not even gaps of one byte take fewer bytes
     blocks: list[torch.Tensor] = []
