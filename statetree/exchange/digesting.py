@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.errors import unsignalled
-from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.exchange.replica_check import chunk_number, told_apart
+from statetree.leaves.builtin import is_cuttable
 from statetree.leaves.leaf_numbers import tensor_number, value_number
 from statetree.leaves.location import located_error
 from statetree.spans.columns import Columns
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.driver import Exchange
+    from statetree.exchange.manifest import Manifest
     from statetree.key_paths import Path
 
 #: How many leaves whose replicas differ the ranks tell each other of.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.consensus import Entry
-from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
 from statetree.key_paths import Path
+from statetree.leaves.builtin import is_cuttable
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
 from statetree.spans.bits import same_bytes

@@ -18,10 +18,10 @@ from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
 from statetree.exchange.description import pickled
-from statetree.exchange.manifest import ABSENT, PLAIN, is_cuttable
+from statetree.exchange.manifest import ABSENT, PLAIN
 from statetree.exchange.path_order import order_of
 from statetree.exchange.transfers import as_sendable
-from statetree.leaves.builtin import is_plain
+from statetree.leaves.builtin import is_cuttable, is_plain
 from statetree.leaves.divided import Outline
 from statetree.tree.union import united
 

@@ -26,10 +26,10 @@ from statetree.exchange.fitting import (
     why_unwritable,
 )
 from statetree.exchange.key_union import partly_held
-from statetree.exchange.manifest import chunks_of, is_cuttable
+from statetree.exchange.manifest import chunks_of
 from statetree.exchange.plan import Chunked
 from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
-from statetree.leaves.builtin import IN_A_FILE, is_plain
+from statetree.leaves.builtin import IN_A_FILE, is_cuttable, is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.bits import as_plain, flat_bytes
 from statetree.spans.columns import Columns

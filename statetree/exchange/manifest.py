@@ -16,6 +16,7 @@ from statetree.exchange.prepared import preparation_under_way
 from statetree.leaves.builtin import (
     facts,
     holds_tensor,
+    is_cuttable,
     is_distributed,
     is_stored,
     leaf_type_of,
@@ -27,7 +28,7 @@ from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import Lowered, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.special import QUANTIZED
+from statetree.leaves.types.special import is_strided
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
@@ -350,16 +351,3 @@ def _text_of(leaf: Any) -> str:
 @lru_cache(maxsize=4096)
 def _tensor_text(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"a tensor {dtype} {tuple(shape)}"
-
-
-def is_cuttable(leaf: Any) -> bool:
-    """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
-    if type(leaf) is torch.Tensor and not leaf.__dict__:
-        return is_strided(leaf)
-    leaf_type = leaf_type_of(type(leaf)) if isinstance(leaf, torch.Tensor) else None
-    return leaf_type is not None and leaf_type.native and is_strided(leaf) and not leaf_type.is_distributed(leaf)
-
-
-def is_strided(leaf: torch.Tensor) -> bool:
-    """Whether a tensor of torch's own class is nothing but a strided view of numbers."""
-    return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.exchange.manifest import is_strided
 from statetree.leaves.builtin import holds_tensor, leaf_type_of
+from statetree.leaves.types.special import is_strided
 from statetree.spans.columns import addresses, storage_sizes, storages_of
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import carry_tangents, is_zero_tensor, storage_at, storage_key, without_elements

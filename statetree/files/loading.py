@@ -14,7 +14,6 @@ from statetree.errors import CheckpointError, Difference, TreeMismatch, Unsuppor
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
-from statetree.exchange.manifest import is_cuttable
 from statetree.files.checkpoint import StoredParts, is_entry
 from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill, held_chunks
@@ -22,7 +21,7 @@ from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject, all_within
-from statetree.leaves.builtin import IN_A_FILE, is_distributed, is_stored, is_value, materialized
+from statetree.leaves.builtin import IN_A_FILE, is_cuttable, is_distributed, is_stored, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower

@@ -14,7 +14,6 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError, CyclicTree, TreeTooDeep, UnsupportedLeaf, suppress, unsignalled, warn
-from statetree.exchange.manifest import is_strided
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, whole_tensors
 from statetree.files.crc32 import crc32
 from statetree.files.filling import check_dims, check_elements
@@ -27,7 +26,7 @@ from statetree.files.torch_members import LEGACY, REWRITE, read_legacy, read_mem
 from statetree.files.unpickling import BadPickle, StoredObject, all_within, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.leaves.parts import unpack
-from statetree.leaves.types.special import QUANTIZED
+from statetree.leaves.types.special import QUANTIZED, is_strided
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload

@@ -11,6 +11,7 @@ from statetree.errors import StateTreeError
 from statetree.leaves.registry import LEAF_TYPES, REGISTERED
 from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
+from statetree.leaves.types.special import is_strided
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR, forget_slots
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
@@ -98,6 +99,14 @@ def is_distributed(leaf: Any) -> bool:
     """Whether the ranks of a group hold different parts of a leaf."""
     leaf_type = leaf_type_of(type(leaf))
     return leaf_type is not None and leaf_type.is_distributed(leaf)
+
+
+def is_cuttable(leaf: Any) -> bool:
+    """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
+    if type(leaf) is torch.Tensor and not leaf.__dict__:
+        return is_strided(leaf)
+    leaf_type = leaf_type_of(type(leaf)) if isinstance(leaf, torch.Tensor) else None
+    return leaf_type is not None and leaf_type.native and is_strided(leaf) and not leaf_type.is_distributed(leaf)
 
 
 #: Why elements cannot be written to a leaf that is stored: it would hold what its file does not.

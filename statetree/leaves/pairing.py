@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import Difference, is_users_own, unsignalled
-from statetree.leaves.builtin import facts, is_value, leaf_type_of, materialized
+from statetree.leaves.builtin import facts, is_cuttable, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
-from statetree.leaves.types.special import special_layout
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
@@ -214,19 +213,13 @@ def facts_inside(leaf: Any) -> list[Mapping[str, Any] | None]:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or leaf_type.native or leaf_type.deferred or not leaf_type.has_elements:
         return found
-    if leaf_type.local_tensor is not None and _is_view(getattr(leaf, leaf_type.local_tensor)):  # as nearly always
+    if leaf_type.local_tensor is not None and is_cuttable(getattr(leaf, leaf_type.local_tensor)):  # as nearly always
         return found
     for part in leaf_type.contents(leaf)[0]:
         for held in map(materialized, part if isinstance(part, (list, tuple)) else [part]):
-            is_all = held is leaf or _is_view(held)
+            is_all = held is leaf or is_cuttable(held)
             found += [None] if is_all else [_facts_here(held), *facts_inside(held)]
     return found
-
-
-def _is_view(tensor: Any) -> bool:
-    leaf_type = leaf_type_of(type(tensor))
-    is_native = leaf_type is not None and leaf_type.native and not leaf_type.is_distributed(tensor)
-    return is_native and special_layout(tensor) is None
 
 
 def inner_differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:

@@ -12,8 +12,8 @@ from statetree.exchange.description import SourceTree
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.fitting import LikeOptions, partners_of, raise_differences, unfit
 from statetree.exchange.like import reads_values
-from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.recognition import recognised
+from statetree.leaves.builtin import is_cuttable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

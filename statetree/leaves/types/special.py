@@ -166,3 +166,8 @@ def special_layout(value: torch.Tensor) -> EngineLeafType | None:
     if value.is_nested:
         return _NESTED
     return _QUANTIZED if value.dtype in QUANTIZED else None
+
+
+def is_strided(leaf: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class is nothing but a strided view of numbers."""
+    return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED

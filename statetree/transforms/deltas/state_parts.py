@@ -11,8 +11,8 @@ import torch
 from statetree.chunks.boxes import Box, whole_box
 from statetree.errors import Difference, TreeMismatch, unsignalled
 from statetree.exchange.digesting import refuse_partial
-from statetree.exchange.manifest import Manifest, is_cuttable
-from statetree.leaves.builtin import OPAQUE, leaf_type_of
+from statetree.exchange.manifest import Manifest
+from statetree.leaves.builtin import OPAQUE, is_cuttable, leaf_type_of
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
