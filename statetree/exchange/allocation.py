@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed, is_registered
+from statetree.leaves.builtin import is_value
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated, with_leaves
 from statetree.spans.memory import Memory
@@ -27,7 +27,7 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bo
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) or is_distributed(leaf) or is_registered(leaf):
+        if not is_value(leaf):
             by_device.setdefault(_device_of(leaf, keep_meta=keep_meta), []).append(index)
     for device, indices in by_device.items():
         # Elements arrive for the leaves' own tensors alone.

@@ -89,12 +89,6 @@ def is_plain(value: Any) -> bool:
     return leaf_type_of(type(value)) is None
 
 
-def is_registered(leaf: Any) -> bool:
-    """Whether a user registered the leaf type of a value."""
-    leaf_type = leaf_type_of(type(leaf))
-    return leaf_type is not None and leaf_type.registered
-
-
 def is_distributed(leaf: Any) -> bool:
     """Whether the ranks of a group hold different parts of a leaf."""
     leaf_type = leaf_type_of(type(leaf))

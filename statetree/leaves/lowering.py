@@ -16,7 +16,7 @@ import torch
 from statetree.chunks.cuts import Cut
 from statetree.chunks.ranks import this_rank_alone
 from statetree.errors import TreeMismatch, unsignalled
-from statetree.leaves.builtin import is_distributed, is_registered, leaf_type_of, materialized
+from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
@@ -122,7 +122,9 @@ def _is_made_of_parts(local: Any) -> bool:
 
 def is_made_of_tensors(leaf: Any) -> bool:
     """Whether a leaf is a tensor subclass whose class says what it is made of, and all that it is beside."""
-    return isinstance(leaf, torch.Tensor) and is_divisible(leaf) and not is_registered(leaf)
+    leaf_type = leaf_type_of(type(leaf))
+    is_told = leaf_type is not None and not leaf_type.registered
+    return is_told and isinstance(leaf, torch.Tensor) and is_divisible(leaf)
 
 
 def is_divisible(leaf: Any) -> bool:

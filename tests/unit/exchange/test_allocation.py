@@ -52,3 +52,11 @@ def test_attributes_are_those_of_the_tensors_that_others_are_like(verb, make, tm
     assert fresh.main_grad is not like.main_grad
     if make is parameter:
         assert torch.equal(fresh.listed[0]["x"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("verb", [st.distribute, st.reshard])
+def test_storages_are_fresh_too(verb):
+    source, like = (torch.full((4,), number, dtype=torch.uint8) for number in (1, 2))
+    fresh = verb({"s": source.untyped_storage()}, {"s": like.untyped_storage()})["s"]
+    assert fresh.tolist() == [1] * 4
+    assert like.tolist() == [2] * 4
