@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
+from importlib import import_module
 from typing import Any
 
 from statetree.key_paths import Attr
@@ -36,6 +37,10 @@ class Container(ABC):
         self.cls = cls
         self.family = family
         self.keyed = keyed  # children are matched by key, not by position
+
+    def __reduce__(self) -> Any:
+        # Structures are pickled by classes alone: how one is taken apart, the process says that loads them.
+        return import_module("statetree.tree.registry").known_container, (self.cls,)
 
     @abstractmethod
     def flatten(self, container: Any, freeze: Freeze) -> Flattened:

@@ -194,6 +194,16 @@ def container_of(cls: type) -> Container | None:
         return None if kind is None else CONTAINERS.setdefault(cls, kind)
 
 
+def known_container(cls: type) -> Container:
+    """Do as ``container_of`` for a structure that is loaded; raise ``ValueError`` where instances are leaves."""
+    container = container_of(cls)
+    if container is None:
+        raise ValueError(
+            f"cannot load a structure: expected {cls.__qualname__} to be a container. Register it as it was saved."
+        )
+    return container
+
+
 def declare_leaf_class(cls: type, *, subclasses: bool = False) -> None:
     """Make instances of a class leaves, and those of subclasses that are not declared themselves, if asked to."""
     if cls in _BUILTIN:

@@ -9,7 +9,7 @@ from statetree.errors import TreeMismatch, TreeTooDeep, check_iterable
 from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import introduce, optree_structure
-from statetree.tree.traversal import Node, by_class, freeze, loaded, rebuild, traverse
+from statetree.tree.traversal import Node, freeze, rebuild, traverse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -68,7 +68,7 @@ class TreeSpec:
         return self.num_leaves
 
     def __reduce__(self) -> Any:
-        return _loaded, (by_class(self.nodes), self.num_leaves)
+        return TreeSpec, (self.nodes, self.num_leaves)
 
     def __hash__(self) -> int:
         return hash((self.num_leaves, tuple([(node[0], (*map(key_identity, node[1]),)) for node in self.nodes])))
@@ -288,10 +288,6 @@ def _shown(key: Any) -> str:
     text = render_key(key)
     plain = text.isprintable() and not (isinstance(key, str) and (not key or key[0].isdigit()))
     return text if plain else repr(text)
-
-
-def _loaded(nodes: list[tuple[Any, ...]], num_leaves: int) -> TreeSpec:
-    return TreeSpec(loaded(nodes), num_leaves)
 
 
 def _same_node(a: Node, b: Node) -> bool:

@@ -50,9 +50,6 @@ class Frozen(NamedTuple):
         """Return a fresh value."""
         return rebuild(self.nodes, list(self.leaves), {}) if self.nodes else _copied_plain(*self.leaves)
 
-    def __reduce__(self) -> Any:
-        return _loaded_frozen, (self.leaves, by_class(self.nodes))
-
 
 class _NotPlain(Exception):
     pass
@@ -93,28 +90,6 @@ def freeze(value: Any) -> Frozen | None:
     except (CyclicTree, TreeTooDeep):
         return None  # what goes round in circles does so again as a child, where the error can name the path
     return Frozen(tuple(leaves), tuple(nodes)) if _only_constants(leaves) else None
-
-
-def by_class(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
-    """Return nodes as they are pickled: how a class is taken apart is for the process to say that loads them."""
-    return [(node[0].cls, *node[1:]) for node in nodes]
-
-
-def loaded(nodes: Iterable[tuple[Any, ...]]) -> tuple[Node, ...]:
-    """Return what ``by_class`` was given; raise ``ValueError`` if a class is no container in this process."""
-    found: list[Any] = []
-    for cls, *rest in nodes:
-        container = container_of(cls)
-        if container is None:
-            raise ValueError(
-                f"cannot load a structure: expected {cls.__qualname__} to be a container. Register it as it was saved."
-            )
-        found.append((container, *rest))
-    return tuple(found)
-
-
-def _loaded_frozen(leaves: tuple[Any, ...], nodes: list[tuple[Any, ...]]) -> Frozen:
-    return Frozen(leaves, loaded(nodes))
 
 
 class _Frame:
