@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
     from statetree.key_paths import Path
 
-E = TypeVar("E", bound=Exception)
+E = TypeVar("E", bound=BaseException)
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: What comes up in somebody else's code and concerns that alone: an error or an exit. (An interrupt concerns us all.)
+USERS_OWN: Final = (Exception, SystemExit)
 
 #: How many differences a message spells out before it only counts them.
 SHOWN_DIFFERENCES = 20
@@ -125,14 +128,6 @@ class suppress(contextlib.suppress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return super().__exit__(kind, error, trace) and _from_signal(error) is None
-
-
-def is_users_own(error: BaseException) -> bool:
-    """Whether what came up in somebody else's code concerns that alone: an error or an exit.
-
-    An interrupt concerns the program, and so does what the handler of a signal raises.
-    """
-    return isinstance(error, Exception | SystemExit) and _from_signal(error) is None
 
 
 def pass_on_from_signal(error: BaseException | None) -> None:

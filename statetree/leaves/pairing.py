@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.errors import Difference, is_users_own, unsignalled
+from statetree.errors import Difference, unsignalled
 from statetree.leaves.builtin import facts, is_cuttable, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
@@ -194,8 +194,8 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, dtypes: bool) -> Iterator[t
         a, b = materialized(a), materialized(b)
         found = [row for row in fact_differences(_facts_here(a), _facts_here(b)) if dtypes or row[0] != "dtype"]
         found = found or [row for row in inner_differences(a, b) if dtypes or row[0] != "dtype"]
-    except Exception as error:
-        if not plain or not is_users_own(error):
+    except unsignalled(Exception) as error:
+        if not plain:
             raise
         # similarity is total: what cannot be taken apart is like nothing
         reason = str(error).replace("the leaf at %PATH%", "it")

@@ -9,7 +9,16 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.declare import phase
-from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
+from statetree.errors import (
+    USERS_OWN,
+    CyclicTree,
+    Difference,
+    StateTreeError,
+    TreeTooDeep,
+    prefix_hint,
+    shown,
+    unsignalled,
+)
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.copying import parts_text
@@ -140,8 +149,8 @@ def _similarity(a: Any, b: Any, where: Where | None, tolerance: Tolerance | None
             hint = prefix_hint(pairing.spec.rendered_paths(), pairing.right_spec.rendered_paths())
     except (CyclicTree, TreeTooDeep, MemoryError):
         raise
-    except BaseException as error:  # total: what cannot be looked at is like nothing
-        if where is not None or not is_users_own(error):  # a predicate's own error, or a glob that matches nothing
+    except unsignalled(*USERS_OWN) as error:  # total: what cannot be looked at is like nothing
+        if where is not None:  # a predicate's own error, or a glob that matches nothing
             raise
         path = getattr(error, "path", None) or Path()
         found = [Difference(path, "leaf type", "cannot be taken apart", f"{type(error).__name__}: {error}")]
@@ -196,9 +205,7 @@ def short_repr(value: Any, limit: int = 60) -> str:
     """Return the representation of any value, cut off at a limit."""
     try:
         text = repr(value)
-    except BaseException as error:  # a hostile __repr__
-        if not is_users_own(error):
-            raise
+    except unsignalled(*USERS_OWN):  # a hostile __repr__
         text = object.__repr__(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -212,10 +219,8 @@ def _unpack_both(
         chosen = [materialized(leaves[index]) for index in indices]
         try:
             sides.append(unpack("similarity", chosen, lambda: [pairing.spec.paths()[index] for index in indices]))
-        except (StateTreeError, SystemExit) as error:
+        except unsignalled(StateTreeError, SystemExit) as error:
             # similarity is total: what cannot be taken apart is like nothing, not even itself. The rest goes on.
-            if not is_users_own(error):
-                raise
             if len(indices) == 1:
                 differ(indices[0], "leaf type", "cannot be taken apart", str(error) or type(error).__name__)
             else:
