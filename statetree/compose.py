@@ -72,7 +72,7 @@ def _applied(step: Step, tree: Any) -> Any:
     is_ours = (getattr(named, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
     if STAND_INS and not is_ours:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb="chain")
-        if not STAND_INS.keys().isdisjoint(map(type, leaves)):
+        if not STAND_INS.isdisjoint(map(type, leaves)):
             tree = unflatten(spec, list(map(reader(leaves), leaves)))
     return step(tree)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.files.stored import STAND_IN, StoredTensor, fill_by
+from statetree.files.stored import StoredTensor, fill_by
 from statetree.files.strided_reading import in_buckets
 from statetree.leaves.types.tensor import identified
 from statetree.spans.overlaps import once, overlaps_itself
@@ -95,4 +95,4 @@ class DerivedTensor(StoredTensor):
         return id(self)
 
 
-STAND_INS[DerivedTensor] = STAND_IN
+STAND_INS.add(DerivedTensor)

@@ -28,7 +28,7 @@ from statetree.leaves.registry import register_leaf_type
 from statetree.leaves.types.tensor import identified, kind_of
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
-from statetree.tree.stand_ins import STAND_INS, StandIn
+from statetree.tree.stand_ins import STAND_INS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -227,8 +227,8 @@ class StoredTensor:
                 found = found.set_(mapped, piece.offset, self.shape, piece.stride)
                 if any(bits):
                     set_bits(found, conj=bits[0], neg=bits[1])
-                return _seen_as(self, found)
-        return _seen_as(self, self.read())
+                return self.seen_as(found)
+        return self.seen_as(self.read())
 
     def look_again(self) -> None:
         """Have its file checked once more, when the verb ends that reads its elements."""
@@ -322,6 +322,20 @@ class StoredTensor:
         views = [(str(p.file.path), p.file.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*views, self.dtype, self._kept.dtype)
 
+    def fresh(self) -> torch.Tensor:
+        """Return the tensor in memory of its own."""
+        found: torch.Tensor = with_checks(lambda: copied_leaves("read", [self.tensor()], lambda: [Path()])[0])
+        return found
+
+    def unread(self) -> torch.Tensor:
+        """Return what a predicate is asked about: a tensor that is read when its elements are looked at."""
+        return unread(self.outline, self.fresh)
+
+    def seen_as(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the memory of another one, which is beside its elements what this one is."""
+        is_so = kind_of(tensor) == kind_of(self.outline)
+        return tensor if is_so else identified(tensor.detach(), self.outline)
+
     @staticmethod
     def converted_later(values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
         """Return of stored tensors those to convert as they are read: tied to no other one, and no different then."""
@@ -379,17 +393,5 @@ class StoredType(EngineLeafType):
         return {**facts(value.outline), "memory": "present"} if value.is_strided else facts(value.outline)
 
 
-def _read_whole(stored: StoredTensor) -> Any:
-    return with_checks(lambda: copied_leaves("read", [stored.tensor()], lambda: [Path()])[0])
-
-
-def _seen_as(stored: StoredTensor, tensor: torch.Tensor) -> torch.Tensor:
-    is_so = kind_of(tensor) == kind_of(stored.outline)
-    return tensor if is_so else identified(tensor.detach(), stored.outline)
-
-
 register_leaf_type(StoredTensor, StoredType(), subclasses=True)
-STAND_IN: Final = StandIn(
-    _read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)), StoredTensor.location, _seen_as
-)
-STAND_INS[StoredTensor] = STAND_IN
+STAND_INS.add(StoredTensor)

@@ -17,7 +17,7 @@ from statetree.torch_internals import quietly
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
-from statetree.tree.stand_ins import place_of, reader
+from statetree.tree.stand_ins import reader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +98,7 @@ def _key(leaf: Any) -> Any:
     """Return what is equal for tensors that a function is called for once, and ``None`` for other leaves."""
     if isinstance(leaf, torch.Tensor):
         return type(leaf), view_key(leaf)
-    return (type(leaf.outline), place_of(leaf)) if is_stored(leaf) else None
+    return (type(leaf.outline), leaf.location()) if is_stored(leaf) else None
 
 
 def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Difference) -> None:

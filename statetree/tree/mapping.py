@@ -111,7 +111,7 @@ def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list
 
 def _read(leaf: Any, read: Callable[[Any], Any]) -> Any:
     leaves, spec = flatten_for("map_leaves", leaf)
-    return leaf if STAND_INS.keys().isdisjoint(map(type, leaves)) else unflatten(spec, list(map(read, leaves)))
+    return leaf if STAND_INS.isdisjoint(map(type, leaves)) else unflatten(spec, list(map(read, leaves)))
 
 
 def to_flat(tree: Any, *, is_leaf: IsLeaf = None) -> tuple[dict[str, Any], TreeSpec]:

@@ -6,29 +6,16 @@ A stored tensor is no ``torch.Tensor``: a function that asks ``isinstance`` woul
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-
-class StandIn(NamedTuple):
-    """What a user's function gets for a leaf of a class."""
-
-    read: Callable[[Any], Any]  # the tensor, in memory of its own
-    unread: Callable[[Any], Any]  # one that says its dtype and shape, and is read when its elements are asked for
-    place: Callable[[Any], Hashable]  # what is equal for those that are the same view on the same bytes
-    seen_as: Callable[[Any, Any], Any]  # what was read for one of these, as what another one is: a parameter, say
-
-
-#: By the classes of leaves. Empty until a module that has such leaves is imported.
-STAND_INS: Final[dict[type, StandIn]] = {}
-
-
-def place_of(leaf: Any) -> Hashable:
-    """Return what is equal for leaves that stand for one tensor; ``None`` for leaves that stand for none."""
-    found = STAND_INS.get(type(leaf))
-    return None if found is None else found.place(leaf)
+#: Their classes. Empty until a module that has such leaves is imported. These have ``location()``, which is equal for
+#: those that are the same view on the same bytes; ``fresh()``, the tensor in memory of its own; ``unread()``, one that
+#: says its dtype and shape, and is read when its elements are asked for; and ``seen_as(tensor)``: what was read for
+#: another one, as what it is itself (a parameter, say).
+STAND_INS: Final[set[type]] = set()
 
 
 def reader(leaves: Iterable[Any]) -> Callable[[Any], Any]:
@@ -36,25 +23,23 @@ def reader(leaves: Iterable[Any]) -> Callable[[Any], Any]:
 
     Those of the given leaves that stand for one tensor (ties in a file) get one memory, which is read once.
     """
-    counts = Counter(place_of(leaf) for leaf in leaves if type(leaf) in STAND_INS)
+    counts = Counter(leaf.location() for leaf in leaves if type(leaf) in STAND_INS)
     known: dict[Hashable, Any] = {}
 
     def read(leaf: Any) -> Any:
-        found = STAND_INS.get(type(leaf))
-        if found is None:
+        if type(leaf) not in STAND_INS:
             return leaf
-        place = found.place(leaf)
+        place = leaf.location()
         if place not in known:
-            tensor = found.read(leaf)
+            tensor = leaf.fresh()
             if counts[place] < 2:
                 return tensor
             known[place] = tensor
-        return found.seen_as(leaf, known[place])
+        return leaf.seen_as(known[place])
 
     return read
 
 
 def unread_leaf(leaf: Any) -> Any:
     """Return what a predicate is asked about: a tensor that is not read unless its elements are looked at."""
-    found = STAND_INS.get(type(leaf))
-    return leaf if found is None else found.unread(leaf)
+    return leaf.unread() if type(leaf) in STAND_INS else leaf
