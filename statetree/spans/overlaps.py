@@ -79,7 +79,7 @@ def _view(columns: Columns, index: int, reach: int) -> _View:
     return _View(start, start + reach, dtype, steps, columns.conj[index], columns.neg[index])
 
 
-def _runs(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
+def runs(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
     """Yield groups of several tensors that reach over each other, in the order of their addresses."""
     start = columns.pointers
     for device in set(columns.devices):
@@ -100,7 +100,7 @@ def _runs(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
 def _views(columns: Columns) -> Iterator[dict[_View, list[int]]]:
     """Yield groups of tensors that reach over each other, by the view that they are, in the order of addresses."""
     reach = extents(columns)
-    for run in _runs(columns, reach):
+    for run in runs(columns, reach):
         group: dict[_View, list[int]] = {}
         for index in run:
             group.setdefault(_view(columns, index, reach[index]), []).append(index)
@@ -223,5 +223,5 @@ def all_disjoint(targets: Columns, sources: Columns) -> bool:
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
     """Return which sources reach over a target, or what a target reaches over: writing may change them."""
     both, count = Columns([*targets.tensors, *sources.tensors]), len(targets.tensors)
-    runs = _runs(both, extents(both))
-    return sorted(index - count for run in runs if min(run) < count for index in run if index >= count)
+    over = [run for run in runs(both, extents(both)) if min(run) < count]
+    return sorted(index - count for run in over for index in run if index >= count)

@@ -20,7 +20,7 @@ from statetree.leaves.builtin import is_value
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
-from statetree.spans.overlaps import are_disjoint
+from statetree.spans.overlaps import are_disjoint, runs
 from statetree.spans.threads import copy_together
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
@@ -160,13 +160,8 @@ class FrozenStorages:
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
         if not written or are_disjoint(columns):
             return written
-        spans = zip(columns.pointers, extents(columns), keys, strict=True)
-        end, together = 0, set[int]()  # of tensors that overlap, one with the next
-        for start, nbytes, key in sorted(spans):
-            if start >= end:
-                together = set()
-            together.add(key)
-            end = max(end, start + nbytes)
+        for run in runs(columns, extents(columns)):
+            together = {keys[index] for index in run}
             if not together.isdisjoint(written):
                 written |= together
         return written
