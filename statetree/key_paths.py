@@ -62,7 +62,7 @@ class Path(tuple[Any, ...]):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(str(self) if self._is_textual() else (*map(_hashable, self),))
+        return hash(str(self) if self._is_textual() else (*map(key_identity, self),))
 
     def __call__(self, tree: Any) -> Any:
         """Return what lies at this path of a tree: a leaf or a container.
@@ -185,12 +185,6 @@ def exactly(key: Any) -> str:
         return repr(key)
     except Exception:  # noqa: BLE001 - a hostile __repr__
         return object.__repr__(key)
-
-
-def _hashable(key: Any) -> Hashable:
-    if isinstance(key, float) and key != key:
-        return "nan"
-    return (*map(_hashable, key),) if type(key) is tuple else key
 
 
 def _key_order(key: Any) -> tuple[int, Any, Any]:
