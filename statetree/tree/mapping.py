@@ -66,10 +66,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
         >>> st.map_leaves(lambda e, n: e.lerp(n, 0.1), ema, new)
         {'w': tensor([0.1000, 0.1000])}
     """
-    check_function("map_leaves", "fn", fn)
-    leaves, spec = flatten_for("map_leaves", tree, is_leaf=is_leaf)
-    columns = [aligned("map_leaves", spec, leaves, other, is_leaf=is_leaf) for other in rest]
-    return unflatten(spec, _mapped(fn, leaves, columns, spec))
+    return _mapped("map_leaves", fn, tree, rest, is_leaf=is_leaf)
 
 
 @overload
@@ -84,29 +81,35 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         >>> st.map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": [1, 2]})
         {'a': ['a.0=1', 'a.1=2']}
     """
-    check_function("map_with_path", "fn", fn)
-    leaves, spec = flatten_for("map_with_path", tree)
-    columns = [aligned("map_with_path", spec, leaves, other) for other in rest]
-    return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))
+    return _mapped("map_with_path", fn, tree, rest, with_path=True)
 
 
-def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec) -> list[Any]:
+def _mapped(
+    verb: str,
+    fn: Callable[..., Any],
+    tree: Any,
+    rest: Sequence[Any],
+    *,
+    is_leaf: IsLeaf = None,
+    with_path: bool = False,
+) -> Any:
+    check_function(verb, "fn", fn)
+    leaves, spec = flatten_for(verb, tree, is_leaf=is_leaf)
+    sides = [leaves, *[aligned(verb, spec, leaves, other, is_leaf=is_leaf) for other in rest]]
     results: list[Any] = []
     append = results.append
-    sides = (first, *columns)
     # What ``is_leaf`` says is a leaf may be a container, with stored tensors in it.
-    inner = flatten_for("map_leaves", list(map(list, sides)))[0] if STAND_INS else []
+    inner = flatten_for("map_leaves", sides)[0] if STAND_INS else []
     stored = [leaf for leaf in inner if type(leaf) in STAND_INS]
     read = reader(stored)
+    above = [spec.paths()] if with_path else []
     try:
-        for row in zip(*sides, strict=True):
+        for row in zip(*above, *sides, strict=True):
             append(fn(*[_read(leaf, read) for leaf in row]) if stored else fn(*row))
     except Exception as error:
-        index = len(results)
-        leaf = columns[0][index] if columns and isinstance(first[index], Path) else first[index]
-        note_leaf(error, spec.paths()[index], leaf)
+        note_leaf(error, spec.paths()[len(results)], leaves[len(results)])
         raise
-    return results
+    return unflatten(spec, results)
 
 
 def _read(leaf: Any, read: Callable[[Any], Any]) -> Any:
