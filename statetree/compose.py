@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain as chain_of_lists
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, check_function, place_in_tree, suppress
+from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group
     from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
-
-#: How many bytes of leaves a bucket takes, unless one leaf or one group of tied leaves is larger.
-BUCKET_BYTES: Final = 64 << 20
 
 Step = Callable[[Any], Any]
 L = TypeVar("L")
