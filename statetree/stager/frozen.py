@@ -8,7 +8,6 @@ allocators hand the addresses of freed storages out again.
 from __future__ import annotations
 
 from collections import defaultdict
-from operator import attrgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,6 +21,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
 from statetree.spans.overlaps import are_disjoint, runs
 from statetree.spans.threads import copy_together
+from statetree.stager.snapshot import fresh_view
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import unshared
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 #: The columns that say which bytes tensors look at, and how. (Storages of one key are one while it is known.)
 _LOOKS: Final = ("dtypes", "shapes", "strides", "offsets", "conj", "neg", "storage_keys", "pointers")
-#: A tensor of its own on the same memory, with a version counter of its own.
-_fresh: Final = attrgetter("data")
-
-
 #: In how many places leaves may lie, beside twice as many as there are, before none is taken for frozen.
 _MOST_PLACES: Final = 10_000
 
@@ -173,7 +169,7 @@ class FrozenStorages:
         views = self._views
         # Usually all is as it was, and there is nothing to plan. What was thawed meanwhile is in another dict.
         if views is not None and views.known is self._known and views.looks == looks and not self._check:
-            return list(map(_fresh, views.templates))
+            return list(map(fresh_view, views.templates))
         before = self._known
         layout = lay_out(columns, extents(columns))
         wanted = [(columns.storages[span.source], span) for span in layout.spans]
@@ -213,4 +209,4 @@ class FrozenStorages:
         with self._lock:
             if self._known is before:  # otherwise another thread has thawed
                 self._known, self._views = kept, views
-        return list(map(_fresh, templates))
+        return list(map(fresh_view, templates))

@@ -41,7 +41,7 @@ _GEOMETRY: Final = ("dtypes", "shapes", "strides", "conj", "neg")
 # gives a new tensor on the same memory that has a version counter of its own. `detach` and views share the counter of
 # what they are made of: filling the template for the next stage would then show on a tensor of this one that autograd
 # has saved, and what a user writes to a staged tensor on the template.
-_fresh: Final = attrgetter("data")
+fresh_view: Final = attrgetter("data")
 
 
 class Geometry:
@@ -204,4 +204,4 @@ class Snapshot:
             accelerators = devices_of(columns.devices)
             copy_all(targets, sources, non_blocking=bool(accelerators))
             synchronize(accelerators)
-        return list(map(_fresh, self.templates))
+        return list(map(fresh_view, self.templates))
