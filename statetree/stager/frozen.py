@@ -20,9 +20,9 @@ from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
 from statetree.spans.overlaps import are_disjoint, runs
-from statetree.spans.threads import copy_together
+from statetree.spans.replicate import copy_spans
 from statetree.stager.snapshot import fresh_view
-from statetree.torch_internals import copy_all, storage_key
+from statetree.torch_internals import storage_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import unshared
 from statetree.tree.selection import selected
@@ -184,23 +184,19 @@ class FrozenStorages:
                         f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were "
                         "staged first, got others. Call thaw() after writing to frozen leaves, or leave them out."
                     )
-        missing = [pair for pair, found in zip(wanted, known, strict=True) if found is None]
-        fresh = self._memory.carve([span.stop - span.start for _, span in missing])
+        missing = [number for number, found in enumerate(known) if found is None]
+        lacking = layout._replace(
+            spans=[layout.spans[number] for number in missing], dense=[layout.dense[number] for number in missing]
+        )
+        fresh = self._memory.carve([span.stop - span.start for span in lacking.spans])
         made = [
             _KnownStorage(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), span.start, span.stop, buffer)
-            for (storage, span), buffer in zip(missing, fresh, strict=True)
+            for (storage, span), buffer in zip([wanted[number] for number in missing], fresh, strict=True)
         ]
-        filled = [(copy, storage) for copy, (storage, _) in zip(made, missing, strict=True) if copy.stop > copy.start]
-        sizes = [copy.stop - copy.start for copy, _ in filled]
-        targets = [copy.bytes(size) for (copy, _), size in zip(filled, sizes, strict=True)]
-        sources = [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled]
-        if columns.on_cpu:
-            copy_together(targets, sources, sizes, fresh=True)
-        else:
-            copy_all(targets, sources)
         waiting = iter(made)
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
+        copy_spans(columns, lacking, fresh, templates)
         # What was copied just now is noted last, so that an interrupt loses it.
         kept = _still_needed([*before.values(), *made], {*map(id, serving)})
         # While others are kept, all are looked at every time: whether their storages are gone.
