@@ -20,12 +20,10 @@ import torch
 
 from statetree import compose
 from statetree.errors import TreeMismatch
-from statetree.leaves.builtin import holds_tensor
 from statetree.testing.assertions import Watch, assert_independent, assert_pure, assert_trees_equal
 from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES, entries, shown
 from statetree.testing.differences import differences, lost, raise_for
 from statetree.transforms.offload import offload
-from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.tree.mapping import map_leaves
 
 Transform = Callable[[Any], Any]
@@ -186,22 +184,10 @@ def streams(transform: Transform, state: Make) -> None:
     whole = transform(state())
     try:
         with mock.patch.object(compose, "BUCKET_BYTES", 1):
-            streamed = leaf_by_leaf(transform, state())
+            streamed = compose._apply_by_bucket(state(), compose.chain(transform).steps)
     except TreeMismatch as error:
         raise AssertionError(str(error)) from error
     assert_trees_equal(whole, streamed, storages=False)
-
-
-def leaf_by_leaf(transform: Transform, tree: Any) -> Any:
-    """Return what ``stream`` makes of a tree, put together again."""
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
-    paths = spec.paths()
-    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    results: list[Any] = [None] * len(leaves)
-    for index, (path, leaf) in zip(order, compose.stream(tree, transform), strict=True):
-        assert path == paths[index]
-        results[index] = leaf
-    return unflatten(spec, results)
 
 
 def _whole(leaf: Any) -> Any:

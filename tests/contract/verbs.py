@@ -12,11 +12,12 @@ import torch
 
 import statetree as st
 from statetree import compose
+from statetree.leaves.builtin import holds_tensor
 from statetree.spans.layout import holds_memory
 from statetree.testing import Law
-from statetree.testing.laws import leaf_by_leaf
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
+from statetree.tree.flatten import flatten_for_copy, unflatten
 from tests.judge import laws
 from tests.judge.regions import raw_bytes, storage_of
 
@@ -91,6 +92,18 @@ def _is_ordinary(leaf: torch.Tensor) -> bool:
 def in_small_buckets(tree: Any) -> Any:
     with mock.patch.object(compose, "BUCKET_BYTES", 1):
         return st.chain(st.offload, st.offload)(tree)
+
+
+def leaf_by_leaf(transform: Callable[[Any], Any], tree: Any) -> Any:
+    """Return what ``stream`` makes of a tree, put together again."""
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    paths = spec.paths()
+    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
+    results: list[Any] = [None] * len(leaves)
+    for index, (path, leaf) in zip(order, compose.stream(tree, transform), strict=True):
+        assert path == paths[index]
+        results[index] = leaf
+    return unflatten(spec, results)
 
 
 def streamed(tree: Any) -> Any:
