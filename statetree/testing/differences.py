@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.boxes import whole_box
+from statetree.errors import shown as lines_shown
 from statetree.spans.layout import extent_bytes, holds_memory
 from statetree.spans.sums import ALL, piece_sums
 from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
@@ -18,8 +19,6 @@ from statetree.tree.registry import container_of
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-#: How many differences are shown.
-SHOWN = 20
 #: Tensors on one storage that lie further apart than this may come out closer together, or on two storages.
 FAR_BYTES = 1 << 20
 
@@ -43,8 +42,7 @@ def raise_for(head: str, found: Sequence[str]) -> None:
     """Raise an ``AssertionError`` with what was found, if anything was."""
     if found:
         places = f"{len(found)} place{'s' if len(found) > 1 else ''}"
-        more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
+        raise AssertionError(f"{head} in {places}:\n  {lines_shown(found)}")
 
 
 brief = functools.partial(short_repr, limit=80)
