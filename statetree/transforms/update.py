@@ -12,8 +12,8 @@ from statetree.leaves.builtin import is_stored
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import sharing, view_key
-from statetree.spans.bits import same_bytes
 from statetree.torch_internals import quietly
+from statetree.transforms.similarity import similarity
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
@@ -110,14 +110,8 @@ def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Diff
     except Exception as error:
         note_leaf(error, paths()[index], leaf)
         raise
-    if returned is not given or not _same(given, leaf):
+    if returned is not given or not similarity(given, leaf):
         raise TreeMismatch.between("update", [found], "It was given a copy: nothing was written. Choose one (where).")
-
-
-@quietly
-def _same(a: Any, b: Any) -> bool:
-    ours, theirs = (unpack("update", [leaf], lambda: [Path()]).parts for leaf in (a, b))
-    return len(ours) == len(theirs) and all(map(same_bytes, ours, theirs))
 
 
 @quietly
