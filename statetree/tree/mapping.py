@@ -81,17 +81,11 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         >>> st.map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": [1, 2]})
         {'a': ['a.0=1', 'a.1=2']}
     """
-    return _mapped("map_with_path", fn, tree, rest, with_path=True)
+    return _mapped("map_with_path", fn, tree, rest, by_path=True)
 
 
 def _mapped(
-    verb: str,
-    fn: Callable[..., Any],
-    tree: Any,
-    rest: Sequence[Any],
-    *,
-    is_leaf: IsLeaf = None,
-    with_path: bool = False,
+    verb: str, fn: Callable[..., Any], tree: Any, rest: Sequence[Any], *, is_leaf: IsLeaf = None, by_path: bool = False
 ) -> Any:
     check_function(verb, "fn", fn)
     leaves, spec = flatten_for(verb, tree, is_leaf=is_leaf)
@@ -102,7 +96,7 @@ def _mapped(
     inner = flatten_for("map_leaves", sides)[0] if STAND_INS else []
     stored = [leaf for leaf in inner if type(leaf) in STAND_INS]
     read = reader(stored)
-    above = [spec.paths()] if with_path else []
+    above = [spec.paths()] if by_path else []
     try:
         for row in zip(*above, *sides, strict=True):
             append(fn(*[_read(leaf, read) for leaf in row]) if stored else fn(*row))
