@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,17 @@ from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 from tests.judge import assert_trees_equal
 
 NAMES = ["a.pt", "a.safetensors", "a"]
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Settings:
+    rate: float
+    sizes: tuple = (1, 2)
+
+
+class Listing(list):
+    """A list of another class."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,6 +43,19 @@ def test_nested_states_come_back_with_their_values(name, tmp_path):
     path = write(nested_state(), tmp_path / name)
     loaded = st.load(path, nested_state())
     assert_trees_equal(loaded, nested_state(), ties=False)
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+@pytest.mark.parametrize(
+    "inner", [Point(1, 2), Settings(0.1), Settings(0.1, (Point(3, 4), ())), Listing([1, (2,)]), {"k": Point(1, (2,))}]
+)
+@pytest.mark.parametrize("wrap", [lambda v: (v,), lambda v: [v], lambda v: ((v, (1, 2)),), lambda v: [(v, []), (1,)]])
+def test_plain_values_of_any_class_come_back_from_inside_of_tuples_and_lists(wrap, inner, tmp_path):
+    state = {"values": wrap(inner), "alone": inner, "w": torch.ones(2)}
+    st.save(state, tmp_path / "a")
+    loaded = st.load(tmp_path / "a", state)
+    assert_trees_equal(loaded, state)
+    assert repr(loaded["values"]) == repr(state["values"])
 
 
 def test_flat_files_fill_nested_states(tmp_path):
