@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from statetree.errors import CheckpointError, RankMismatch, StateTreeError, pass_on_from_signal, shown, unsignalled
-from statetree.exchange.call import Call
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown, unsignalled
+from statetree.exchange.call import Call, on_all_ranks
 from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import Group, group_of
 
@@ -151,32 +151,21 @@ def dealt_by_first(values: list[Any], group: ProcessGroup | None) -> Any:
 def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
     """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
     check_alive(verb, group)
-    told: list[Any] = [None]
-    cause: BaseException | None = None
-    if is_first(group):
+    ranks = ranks_of(verb, group)
+
+    def act() -> bytes | None:
         try:
-            told = [action()]
-        except CheckpointError as error:
-            told = [error]
-        except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
-            cause = error
-            msg = (
+            return None if ranks.rank else pickle.dumps(action())
+        except CheckpointError:
+            raise
+        except unsignalled(Exception) as error:
+            raise CheckpointError(
                 f"{verb}: the first rank could not use the directory: {type(error).__name__}: {error}. Mend the cause, "
                 "and try again; complete checkpoints are untouched."
-            )
-            told = [CheckpointError(msg)]
-    try:
-        answers = from_all(verb, told, group)
-        told = told if is_first(group) else answers[0]  # the first one's own error has its traceback
-        del answers
-        pass_on_from_signal(cause)
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause
-        if isinstance(told[0], CheckpointError):
-            raise told[0] from cause
-        return told[0]  # type: ignore[no-any-return]
-    finally:
-        del told, cause  # tracebacks hold this frame: a lock that they hold, too, would last until it is collected
+            ) from error
+
+    ((said, _),) = ranks.told_once(on_all_ranks(verb, ranks, act))
+    return pickle.loads(said)  # type: ignore[no-any-return]
 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
