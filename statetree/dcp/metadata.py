@@ -65,13 +65,13 @@ def read_described(directory: Path, *, verify: bool) -> Described:
     as its tensor needs, and lies inside the tensor that it is a piece of. Anything else raises ``CheckpointError``.
     Unless ``verify`` is set, a manifest that is missing or damaged is passed over.
     """
-    data, manifest = _content(directory), None
+    data, manifest, cause = _content(directory), None, None
     try:
         manifest = read_manifest(directory)
         absence = f"it has no {MANIFEST} file, though it was saved with one: it was copied in part"
         fault = absence if manifest is None else manifest.fault_of(data)
     except CheckpointError as error:
-        fault = str(error)
+        fault, cause = str(error), error
     if manifest is not None and manifest.entries and not fault:
         with suppress(BadPickle, TypeError, ValueError, KeyError):  # else the metadata tell what is wrong
             found = _listed(manifest)
@@ -86,7 +86,7 @@ def read_described(directory: Path, *, verify: bool) -> Described:
         raise CheckpointError(
             f"load: cannot read the checkpoint {directory}: {fault}. Load another checkpoint, or pass verify=False "
             "to read it all the same."
-        )
+        ) from cause
     if verify:
         _refuse_mixture(directory, f"{MANIFEST} does not list what {METADATA} does")
     return found

@@ -14,11 +14,10 @@ from statetree.errors import CheckpointError, StateTreeError, unsignalled, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
-from statetree.files.remote import RemotePath
+from statetree.files.remote import RemotePath, is_outage
 from statetree.key_paths import printable
 
 if TYPE_CHECKING:
-    from collections import Counter
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -53,7 +52,6 @@ class Restoration:
         damaged: list[CheckpointError] = []
         latest = self.found.step
         while True:
-            given_up = RemotePath.given_up.copy()
             try:
                 loaded = self._load()
             except CheckpointError as error:
@@ -62,7 +60,7 @@ class Restoration:
                 if copy is not None:
                     self.found = self._copy = copy
                     continue
-                out_of_reach = any(from_all("restore", self._failed_since(given_up, self.found), self._group))
+                out_of_reach = any(from_all("restore", self._is_outage(error, self.found), self._group))
                 if out_of_reach and not self._by_first(self._is_here):  # nobody knows that it is damaged
                     raise damaged[0] from damaged[0].__cause__
                 try:
@@ -135,11 +133,10 @@ class Restoration:
         is_here = self._is_here()
         complete = self._series.at_hand() if is_here else self._series.complete()
         for older in [each for each in reversed(complete) if each.step < self.found.step]:
-            given_up = RemotePath.given_up.copy()
             try:
                 opened(self._series.path(older)).check()
-            except unsignalled(CheckpointError, OSError):
-                if self._failed_since(given_up, older) and not is_here:
+            except unsignalled(CheckpointError, OSError) as error:
+                if self._is_outage(error, older) and not is_here:
                     raise
                 if self._series.copy_of(older) is not None:
                     return older  # and then the copy, once it is found damaged
@@ -147,10 +144,10 @@ class Restoration:
                 return older
         return None
 
-    def _failed_since(self, given_up: Counter[str], found: StepDirectory) -> bool:
+    def _is_outage(self, error: Exception, found: StepDirectory) -> bool:
         """Whether a checkpoint in the mirror could not be read: it need not be damaged."""
         place: Path | RemotePath = self._series.path(found)
-        return isinstance(place, RemotePath) and place.has_failed_since(given_up)
+        return isinstance(place, RemotePath) and is_outage(error)
 
     def _is_here(self) -> bool:
         """Whether what is taken lies in the directory, or is a copy of what does."""

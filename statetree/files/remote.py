@@ -11,7 +11,6 @@ import os
 import re
 import stat
 import zlib
-from collections import Counter
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
 
-from statetree.errors import CheckpointError, check_later, unsignalled
+from statetree.errors import CheckpointError, chain_of, check_later, unsignalled
 from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
@@ -61,6 +60,11 @@ def located(path: Any) -> Path:
     return RemotePath.of(f"{protocol}:{'//' if slashes == '/' else slashes}{rest}")
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether something could not be read since a request for it failed, to which no answer came: it may be whole."""
+    return any(isinstance(each, OSError) and not isinstance(each, _ANSWERS) for each in chain_of(error))
+
+
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
     """Raise ``CheckpointError`` if a path looks like a URL."""
     if is_url(path):
@@ -69,9 +73,6 @@ def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or d
 
 class RemotePath:
     """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here."""
-
-    #: How many requests of this process failed for good, by the paths of what they were for: that may be whole.
-    given_up: Final[Counter[str]] = Counter()
 
     def __init__(self, system: Any, path: str) -> None:
         self.system = system
@@ -157,17 +158,7 @@ class RemotePath:
             except unsignalled(OSError) as error:
                 if isinstance(error, _ANSWERS):
                     raise
-        try:
-            return self._ask(function, *args, **options)
-        except unsignalled(OSError) as error:
-            if not isinstance(error, _ANSWERS):
-                RemotePath.given_up[self.path] += 1
-            raise
-
-    def has_failed_since(self, before: Counter[str]) -> bool:
-        """Whether requests for it, or for what lies in it, have been given up since ``given_up`` was ``before``."""
-        later = RemotePath.given_up - before
-        return any(path == self.path or path.startswith(f"{self.path}/") for path in later)
+        return self._ask(function, *args, **options)
 
     def _kind(self) -> str:
         try:
