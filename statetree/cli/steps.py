@@ -84,15 +84,14 @@ def _checkpoints_in(directory: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     In a mirror, what has no metadata is none: it may be on its way.
     """
     from statetree.dcp.metadata import METADATA
-    from statetree.dcp.mirror import folders_at, steps_at
+    from statetree.dcp.mirror import steps_at
     from statetree.dcp.series import Series, folders_in, name_of
     from statetree.files.remote import RemotePath
 
+    folders = folders_in(directory)  # before: what appears meanwhile is complete
     if not isinstance(directory, RemotePath):
-        named = folders_in(directory)  # before: what appears meanwhile is complete
         complete = {found.step: directory / found.name for found in Series(directory).complete()}
-        return complete, {step: path for step, path in named.items() if step not in complete}
-    folders = folders_at(directory)
+        return complete, {step: path for step, path in folders.items() if step not in complete}
     there, unknown = steps_at(directory)
     complete = {step: directory / name_of(step) for step in there.keys() | unknown}
     others = {step: folder for step, folder in folders.items() if step not in complete}

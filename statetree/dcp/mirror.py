@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 import zlib
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.dcp.metadata import METADATA, read_described
-from statetree.dcp.series import Series, StepDirectory, identity_of, name_of, steps_of
+from statetree.dcp.series import Series, StepDirectory, folders_in, identity_of, name_of, steps_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.formats import opened
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from statetree.dcp.series import Kept
 
 _log = logging.getLogger("statetree")
-_NAME: Final = re.compile(r"step-(\d{8,})")
 #: What a step has in the place of an inode that only the mirror has.
 _FAR: Final = -1
 
@@ -189,7 +187,7 @@ class MirroredSeries(Series):
 
     def _prune(self, complete: Sequence[int], unknown: set[int]) -> None:
         """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
-        folders = folders_at(self.url)
+        folders = folders_in(self.url)
         staying = self.staying(self._kept, list(map(_far_step, complete)))
         kept = {found.step for found in [*self.local(), *staying]} | unknown
         for step, folder in folders.items():
@@ -206,7 +204,7 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
     """
     found: dict[int, str] = {}
     unknown: set[int] = set()
-    for step, folder in folders_at(url).items():
+    for step, folder in folders_in(url).items():
         try:
             save = _save_in(folder)
         except unsignalled(OSError) as error:
@@ -216,15 +214,6 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
         if save is not None:
             found[step] = save
     return found, unknown
-
-
-def folders_at(url: RemotePath) -> dict[int, RemotePath]:
-    """Return the folders of steps, whatever is in them."""
-    places: list[RemotePath] = []
-    with suppress(FileNotFoundError):  # nothing was uploaded yet
-        places += url.iterdir()
-    matches = [(_NAME.fullmatch(place.name), place) for place in places]
-    return {int(match[1]): place for match, place in matches if match}
 
 
 def _save_named_in(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ import stat
 import time
 import uuid
 from math import isnan
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
@@ -61,10 +61,13 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
-def folders_in(directory: Path) -> dict[int, Path]:
-    """Return what lies in a directory under the names of steps, complete or not."""
-    named = [(_NAME.fullmatch(entry.name), directory / entry.name) for entry in list(os.scandir(directory))]
-    return {int(match[1]): path for match, path in named if match and match[1] and path.name == name_of(int(match[1]))}
+def folders_in(directory: Path | RemotePath) -> dict[int, Any]:
+    """Return what lies in a directory, or in a mirror, under the names of steps, complete or not."""
+    places: list[Any] = []
+    with suppress(FileNotFoundError):  # nothing was saved, or uploaded, yet
+        places += directory.iterdir()
+    steps = [(int(match[1] or match[2]), place) for place in places if (match := _NAME.fullmatch(place.name))]
+    return {step: place for step, place in steps if place.name == name_of(step)}
 
 
 class Kept(NamedTuple):
