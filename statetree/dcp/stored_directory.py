@@ -41,19 +41,7 @@ class DirectoryFormat(CheckpointFormat):
         return path.is_dir()
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
-        directory = _Directory(path, files, skip_foreign=skip_foreign)
-        tree = directory.tree()
-        return OpenedCheckpoint(
-            tree,
-            self.title,
-            files,
-            list(directory.foreign),
-            directory.unknown,
-            directory.divided,
-            is_nested=directory.is_nested,
-            verify=directory.data.verify,
-            check=directory.data.check,
-        )
+        return _Directory(path, files, skip_foreign=skip_foreign).opened()
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002 - the name
         write(lambda: whole_tensors(tree, by_all_ranks=True), folder, options.group)
@@ -72,42 +60,44 @@ _ADMIT: Final = (
 
 class _Directory:
     def __init__(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> None:
-        self.data = DataFiles(path, files, verify=files.verify is not False)
-        self.foreign: dict[str, None] = {}  # names of what was not loaded
-        self.unknown: list[Difference] = []  # where there are containers of unknown classes
-        self.divided: dict[tuple[str, ...], str] = {}  # what leaves that are made of several tensors are beside these
+        self._data = DataFiles(path, files, verify=files.verify is not False)
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
-        self._entries = self.data.described.entries
-        # Whether statetree saved it, with a structure.
-        self.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
+        self._entries = self._data.described.entries
+        self._foreign: dict[str, None] = {}  # names of what was not loaded
         files.open(path / METADATA)  # one of the checkpoint's files
 
-    def tree(self) -> Any:
+    def opened(self) -> OpenedCheckpoint:
         verify = bool(self._files.verify)
         values = {
-            key: self._plain(key) if entry.dtype is None else self.data.tensor(key, verify=verify)
+            key: self._plain(key) if entry.dtype is None else self._data.tensor(key, verify=verify)
             for key, entry in self._entries.items()
             if key != STRUCTURE_KEY
         }
-        if not self.is_nested:
+        made = OpenedCheckpoint(
+            values, DirectoryFormat.title, self._files, verify=self._data.verify, check=self._data.check
+        )
+        # Whether statetree saved it, with a structure.
+        made.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
+        if made.is_nested:
+            saved = read_structure(self._plain(STRUCTURE_KEY))
+            tree = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
+            made.unknown, made.divided = self._unknown_in(saved), dict(saved.divided())
+            placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
+            loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
+            if not loose:
+                made.tree = tree
+            elif isinstance(tree, dict) and not any(key in tree for key in loose):
+                made.tree = {**tree, **loose}
+        else:
             # DCP's own paths have texts for all keys, and lists for tuples.
-            return _nested(values, self.data.described.paths) or values
-        saved = read_structure(self._plain(STRUCTURE_KEY))
-        tree = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
-        self._report_unknown(saved)
-        self.divided.update(saved.divided())
-        placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
-        loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
-        if not loose:
-            return tree
-        if isinstance(tree, dict) and not any(key in tree for key in loose):
-            return {**tree, **loose}
-        return values
+            made.tree = _nested(values, self._data.described.paths) or values
+        made.foreign = list(self._foreign)
+        return made
 
     def _plain(self, key: str) -> Any:
-        data = self.data.value(key, verify=self._files.verify is not False)
+        data = self._data.value(key, verify=self._files.verify is not False)
         try:
             if not self._files.weights_only:
                 return torch.load(io.BytesIO(data), weights_only=False)
@@ -117,7 +107,7 @@ class _Directory:
             if not self._skip_foreign:
                 what = f"its value is of a class that is not loaded ({name})"
                 refuse(f"{self._path}: the entry {key!r}", what, _ADMIT)
-            self.foreign[name] = None
+            self._foreign[name] = None
             return StoredObject(name)
         except unsignalled(Exception) as error:  # whatever it is, the value cannot be made
             what = printable(gist(error)).partition(". It is damaged")[0]  # an error of ours ends with the remedy, too
@@ -137,19 +127,21 @@ class _Directory:
         self._skip(f"a tensor saved in parts ({name})")
         return SavedParts(name, parts, entry.facts, values.get(entry.context) if entry.context else None)
 
-    def _report_unknown(self, saved: Structure) -> None:
+    def _unknown_in(self, saved: Structure) -> list[Difference]:
+        found: list[Difference] = []
         for path, container, why in saved.unknown():
             if container.is_leaf:  # whose parts are a mapping by their names
                 what = "a leaf that is made of several tensors"
-                self.unknown.append(Difference(path, "structure", what, "a tree that says how (like=)"))
+                found.append(Difference(path, "structure", what, "a tree that says how (like=)"))
             else:
-                self.unknown.append(Difference(path, "structure", why, "a container that is known here"))
+                found.append(Difference(path, "structure", why, "a container that is known here"))
                 self._skip(f"the container {path or '<root>'} ({why})")
+        return found
 
     def _skip(self, what: str) -> None:
         if not self._skip_foreign:
             refuse(self._path, f"it holds what is not loaded without a template: {what}", "Load it with like=.")
-        self.foreign[what] = None
+        self._foreign[what] = None
 
 
 def _nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any] | None:
