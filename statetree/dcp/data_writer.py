@@ -19,14 +19,13 @@ import torch
 from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, Stored, check_file, read_manifest
 from statetree.errors import CheckpointError, suppress
 from statetree.files.block_checksums import RunningChecksum
+from statetree.files.job_threads import in_threads
 from statetree.files.publishing import begin_to_sync
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
 from statetree.files.tensor_archives import archive_of
-from statetree.files.two_threads import in_two_threads
 from statetree.spans.bits import same_bytes
-from statetree.stager.workers import in_threads
 from statetree.torch_internals import as_copied, resolved
 
 if TYPE_CHECKING:
@@ -73,7 +72,8 @@ class DataWriter:
     def write(self, groups: Iterable[Sequence[Index]], tag: str = "") -> None:
         """Write each group of pieces into a file of its own."""
         names = (f"__{self.rank}_{number}{tag}{_SUFFIX}" for number in count())
-        in_two_threads([self._writing(name, indices) for name, indices in zip(names, groups, strict=False)])
+        jobs = [self._writing(name, indices) for name, indices in zip(names, groups, strict=False)]
+        in_threads(jobs, min(2, torch.get_num_threads()))
 
     def write_all(self) -> None:
         """Write all pieces: into one file, or into two where two threads have enough to write."""
@@ -109,9 +109,10 @@ class DataWriter:
             manifest = None if base is None else read_manifest(base)
         if base is not None and manifest is not None:
             known = manifest.files
-            unchanged_in = lambda name: self._unchanged_in(base / name, known[name])  # noqa: E731
-            found = in_threads(unchanged_in, known, torch.get_num_threads())
-            for (name, file), same in zip(known.items(), found, strict=True):
+            found: dict[str, set[Index]] = {}
+            in_threads([self._comparing(base / name, known[name], found) for name in known], torch.get_num_threads())
+            for name, file in known.items():
+                same = found[name]
                 unchanged |= same
                 if len(same) == len(file.pieces):
                     with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
@@ -123,18 +124,18 @@ class DataWriter:
         tag = f"_{self.save}"  # linked files keep their names
         self.write([*self._grouped(kept), *self._grouped(changed)], tag)
 
-    def _unchanged_in(self, path: Path, listed: ManifestFile) -> set[Index]:
-        """Return the pieces that a file holds as they are now. Damage is a change: else it would go on."""
-        same: set[Index] = set()
+    def _comparing(self, path: Path, listed: ManifestFile, found: dict[str, set[Index]]) -> Generator[None, None, None]:
+        """Find the pieces that a file holds as they are now. Damage is a change: else it would go on."""
+        same = found[path.name] = set()
         if path.is_symlink():  # what it leads to may go away
-            return same
+            return
         with suppress(CheckpointError):
             file = OpenFiles().open(path)
             check_file(file, listed)
             for index, stored in listed.pieces.items():
                 if index in self.pieces and PieceSource(self.pieces[index].data).is_in(file, stored):
                     same.add(index)
-        return same
+                yield
 
     def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
         """Cut pieces into groups for a file each: not many, so that few are written again when one changes."""

@@ -19,7 +19,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names
   in them stand for; ``untrusted``: names and texts out of files.
 - ``crc32``: CRC-32, by the fastest library that is installed; ``block_checksums``: those of the blocks of a range;
-  ``two_threads``: who waits, and who sums up.
+  ``job_threads``: who waits, and who sums up.
 """
 
 import _imp

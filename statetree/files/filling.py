@@ -9,9 +9,9 @@ import torch
 from statetree.chunks.local import location_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, unsignalled
 from statetree.exchange.manifest import chunks_of
+from statetree.files.job_threads import in_threads
 from statetree.files.pickled_tensors import MAX_DIMS
 from statetree.files.stored import OutOfRange
-from statetree.files.two_threads import in_two_threads
 from statetree.leaves.location import located_error
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
@@ -96,7 +96,7 @@ def _read_each(verb: str, targets: Sequence[Target]) -> None:
     for target in targets:
         if id(target) not in shared:
             target.read(verb, target.tensor)
-    in_two_threads(list(map(reading, large)))
+    in_threads(list(map(reading, large)), min(2, torch.get_num_threads()))
 
 
 def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:

@@ -11,8 +11,10 @@ import os
 import re
 import stat
 import zlib
+from collections import deque
 from datetime import datetime
 from importlib import import_module
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -23,7 +25,7 @@ from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     import torch
 
@@ -276,7 +278,7 @@ class RemoteFiles(OpenFiles):
         """Fill memory with the bytes of a file from an offset on, several parts at a time."""
         place = cast("RemotePath", path)
 
-        def fetch(first: int) -> None:
+        def fetch(first: int) -> Generator[None, None, None]:
             part = view[first : first + _PART_BYTES]
             data = place.read(offset + first, offset + first + len(part))
             if len(data) > len(part):
@@ -284,15 +286,16 @@ class RemoteFiles(OpenFiles):
             if len(data) < len(part):
                 refuse(label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
             part[:] = data
+            yield
 
-        starts = range(0, len(view), _PART_BYTES)
+        jobs = list(map(fetch, range(0, len(view), _PART_BYTES)))
         try:
-            if len(starts) < 2:
-                list(map(fetch, starts))
+            if len(jobs) < 2:
+                deque(chain.from_iterable(jobs), maxlen=0)
             else:
-                from statetree.stager.workers import in_threads  # which imports torch
+                from statetree.files.job_threads import in_threads  # which imports torch
 
-                in_threads(fetch, starts, _AT_ONCE)
+                in_threads(jobs, _AT_ONCE)
         except unsignalled(OSError) as error:
             refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
         self.nbytes_read += len(view)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from statetree.errors import suppress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 T = TypeVar("T")
 #: What the thread does: whose future it is, and what is called with what.
@@ -132,18 +132,6 @@ def queued(executor: ThreadPoolExecutor, function: Callable[..., T], *args: Any)
         return None
 
     return aside(queue)
-
-
-def in_threads(function: Callable[[Any], T], items: Iterable[Any], count: int) -> list[T]:
-    """Return what a function returns for each item, called in several threads, or in this one if there can be none."""
-
-    def queue() -> Iterable[T]:
-        with suppress(RuntimeError):
-            return pool.map(function, items)
-        return map(function, items)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(aside(queue))
 
 
 def aside(function: Callable[..., T], *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""Work on files in two threads: while one waits for the system, the other sums up what it has read or will write."""
+"""Work on files in several threads: while one waits for the system, another sums up what it has read or will write."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
-
-import torch
 
 from statetree.stager.workers import queued
 from statetree.torch_internals import quietly
@@ -17,20 +15,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
-    """Exhaust generators, each in one of two threads, of which this one is one; with one thread for torch, in this one.
+def in_threads(jobs: Sequence[Generator[None, None, None]], count: int) -> None:
+    """Exhaust generators, each in one of several threads, of which this one is one; if there is one, in this one.
 
-    After an error or an interrupt no further step is begun in either, and the one that was is waited for (unless a
-    second interrupt comes). ``spans.threads`` is for copies, which take too little time to be interrupted.
+    After an error or an interrupt no further step is begun in any, and those that were are waited for (unless a second
+    interrupt comes). ``spans.threads`` is for copies, which take too little time to be interrupted.
     """
     pending, failed, over = iter(jobs), False, object()
-    other_steps = threading.Lock()  # held during each step of the other thread
+    others = [threading.Lock() for _ in range(min(count, len(jobs)) - 1)]  # each held during a step of its thread
 
     @quietly
     def work(steps: AbstractContextManager[object]) -> None:
         nonlocal failed
         try:
-            for job in pending:  # which both threads take from
+            for job in pending:  # which all threads take from
                 with closing(job):  # and with it the file that it has open
                     while True:
                         with steps:
@@ -42,19 +40,21 @@ def in_two_threads(jobs: Sequence[Generator[None, None, None]]) -> None:
             failed = True
             raise
 
-    if len(jobs) < 2 or torch.get_num_threads() == 1:
+    if not others:
         work(nullcontext())
         return
-    executor = ThreadPoolExecutor(1)
+    executor = ThreadPoolExecutor(len(others))
     try:
-        other = queued(executor, work, other_steps)
+        futures = [queued(executor, work, steps) for steps in others]
         work(nullcontext())
-        if other is not None:
-            other.result()
+        for future in filter(None, futures):
+            future.result()
     except BaseException:
         failed = True
-        # An interrupt may come while the executor starts its thread, which it does not wait for then.
-        with other_steps:
-            raise
+        # An interrupt may come while the executor starts its threads, which it does not wait for then.
+        for steps in others:
+            with steps:
+                pass
+        raise
     finally:
         executor.shutdown()

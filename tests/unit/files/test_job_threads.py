@@ -1,4 +1,4 @@
-"""Jobs of several steps in two threads, which stop together."""
+"""Jobs of several steps in threads, which stop together."""
 
 import _thread
 import signal
@@ -6,17 +6,8 @@ import threading
 import time
 
 import pytest
-import torch
 
-from statetree.files.two_threads import in_two_threads
-
-
-@pytest.fixture(autouse=True)
-def two_for_torch():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+from statetree.files.job_threads import in_threads
 
 
 def steps(done, *names):
@@ -26,18 +17,17 @@ def steps(done, *names):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_step_is_done_once_and_those_of_a_job_in_order(count, threads):
-    torch.set_num_threads(threads)
     done = []
-    in_two_threads([steps(done, (job, 0), (job, 1), (job, 2)) for job in range(count)])
+    in_threads([steps(done, (job, 0), (job, 1), (job, 2)) for job in range(count)], threads)
     assert sorted(done) == [(job, step) for job in range(count) for step in range(3)]
     assert [step for step in done if step[0] == 0] == sorted(step for step in done if step[0] == 0)
 
 
 def test_two_threads_work_at_the_same_time():
     meet = threading.Barrier(2, timeout=10)
-    in_two_threads([(meet.wait() for _ in "a"), (meet.wait() for _ in "a")])
+    in_threads([(meet.wait() for _ in "a"), (meet.wait() for _ in "a")], 2)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -57,7 +47,7 @@ def test_after_an_error_no_further_step_begins(error, where):
             yield
 
     with pytest.raises(error, match="it failed"):
-        in_two_threads([job(), job(), steps(begun, "later")])
+        in_threads([job(), job(), steps(begun, "later")], 2)
     count = len(begun)
     assert "later" not in begun
     time.sleep(0.05)
@@ -89,7 +79,7 @@ def test_an_interrupt_while_this_thread_waits_stops_the_other():
     watcher = threading.Thread(target=lambda: (waiting.wait(10), _thread.interrupt_main()))
     watcher.start()
     with pytest.raises(KeyboardInterrupt):
-        in_two_threads([short(), long(), long()])
+        in_threads([short(), long(), long()], 2)
     count = len(begun)
     watcher.join()
     time.sleep(0.05)
