@@ -170,20 +170,16 @@ def _checkpoints_in(directory: Path) -> list[str]:
     return found
 
 
-def _damaged(what: str) -> NoReturn:
-    raise BadPickle(what)
-
-
 def _of(cls: type[T], value: Any) -> T:
     """Return a value that must be of a class."""
     if type(value) is not cls:
-        _damaged(f"expected a {cls.__name__}, got a {type(value).__name__}")
+        raise BadPickle(f"expected a {cls.__name__}, got a {type(value).__name__}")
     return value
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        _damaged(f"expected an offset or a length, got {reprlib.repr(value)}")
+        raise BadPickle(f"expected an offset or a length, got {reprlib.repr(value)}")
     return value
 
 
@@ -193,7 +189,7 @@ def _chunk(state: Any) -> Box:
 
 def _box(start: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     if len(start) != len(sizes):
-        _damaged(f"a piece lies at {tuple(start)} with the size {tuple(sizes)}")
+        raise BadPickle(f"a piece lies at {tuple(start)} with the size {tuple(sizes)}")
     return Box(tuple(start), (*map(add, start, sizes),))
 
 
@@ -211,7 +207,7 @@ def _index(state: Any) -> Index:
 def _stored(state: Any) -> Stored:
     if state.get("transform_descriptors"):
         remedy = "Load it with torch.distributed.checkpoint, and save it again"
-        _damaged(f"it is transformed (compressed, say): expected plain files. {remedy}")
+        raise BadPickle(f"it is transformed (compressed, say): expected plain files. {remedy}")
     return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
 
 
@@ -260,7 +256,7 @@ _KNOWN: Final[dict[str, Known]] = {
 
 def _known(name: str) -> Known:
     if name not in _KNOWN:
-        _damaged(f"it refers to {name}, which metadata does not consist of")
+        raise BadPickle(f"it refers to {name}, which metadata does not consist of")
     return _KNOWN[name]
 
 
@@ -273,7 +269,7 @@ def _check_pieces(directory: Path, found: Described) -> None:
     for piece in found.pieces.values():
         need, size = piece.offset + piece.length, files[piece.name].st_size
         if need > size:
-            _damaged(f"{piece.name} is truncated: expected {need} bytes or more, got {size} bytes")
+            raise BadPickle(f"{piece.name} is truncated: expected {need} bytes or more, got {size} bytes")
     for key, entry in found.entries.items():
         _check_entry(key, entry, found.pieces)
     # One file may have several names: links.
@@ -282,29 +278,29 @@ def _check_pieces(directory: Path, found: Described) -> None:
     for (one, _, before, key), (another, _, after, other) in pairwise(pieces):
         if one == another and after.offset < before.offset + before.length:
             whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
-            _damaged(f"the pieces of {whose} overlap in {after.name}")
+            raise BadPickle(f"the pieces of {whose} overlap in {after.name}")
 
 
 def _file(directory: Path, name: str) -> os.stat_result:
     try:
         return inside(directory, name, directory / METADATA).stat()
     except unsignalled(OSError, CheckpointError) as error:
-        _damaged(str(error).removeprefix("read: ").rstrip("."))
+        raise BadPickle(str(error).removeprefix("read: ").rstrip(".")) from error
 
 
 def _check_entry(key: str, entry: StoredEntry, pieces: Mapping[Index, Stored]) -> None:
     if entry.dtype is None:
         if Index(key, None) not in pieces:
-            _damaged(f"it does not say where {key} is stored")
+            raise BadPickle(f"it does not say where {key} is stored")
         return
     if math.prod(entry.shape) * entry.dtype.itemsize > _LARGEST:
-        _damaged(f"{key} has the impossible size {entry.shape}")
+        raise BadPickle(f"{key} has the impossible size {entry.shape}")
     for box in entry.boxes:
         if len(box.stop) != len(entry.shape) or not all(map(le, box.stop, entry.shape)):
-            _damaged(f"a piece of {key} lies at {box.start} with the size {box.sizes}: not in {entry.shape}")
+            raise BadPickle(f"a piece of {key} lies at {box.start} with the size {box.sizes}: not in {entry.shape}")
         piece = pieces.get(Index(key, box.start))
         if piece is None:
-            _damaged(f"it does not say where the piece of {key} at {box.start} is stored")
+            raise BadPickle(f"it does not say where the piece of {key} at {box.start} is stored")
         need = box.volume * entry.dtype.itemsize
         if piece.length < need:
-            _damaged(f"a piece of {key} is stored in {piece.length} bytes: expected {need} or more")
+            raise BadPickle(f"a piece of {key} is stored in {piece.length} bytes: expected {need} or more")
