@@ -33,12 +33,8 @@ class DerivedTensor(StoredTensor):
         sources: Sequence[StoredTensor],
         fill: Callable[[Sequence[int], torch.Tensor], None],
     ) -> None:
-        super().__init__(outline, lambda: None, None)
+        super().__init__(outline, lambda: None, lambda _: ())  # a strided tensor, of which no piece lies in a file
         self._sources, self._make = sources, fill
-
-    @property
-    def is_strided(self) -> bool:
-        return True
 
     @property
     def is_made(self) -> bool:
