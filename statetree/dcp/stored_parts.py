@@ -17,6 +17,7 @@ from statetree.errors import CheckpointError, Difference, unsignalled
 from statetree.files.checkpoint import StoredParts
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
+from statetree.files.pickled_tensors import LAYOUTS
 from statetree.files.stored import StoredTensor
 from statetree.torch_internals import check_sparse_indices, quietly
 
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 #: What says where the pieces of nested tensors begin and end.
 _JAGGED: Final = ("offsets", "lengths")
 _NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
-_COMPRESSED: Final = {
-    str(layout).removeprefix("torch."): layout
-    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-}
 
 
 class SavedParts(StoredParts):
@@ -121,7 +118,7 @@ def sparse_tensor(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | N
             is_coalesced = "'coalesced': True" in facts
             made = torch.sparse_coo_tensor(indices[0], values, size, is_coalesced=is_coalesced, **options)
         else:
-            kind = _COMPRESSED[layout[1]]
+            kind = LAYOUTS[f"torch.{layout[1]}"]
             made = torch.sparse_compressed_tensor(indices[1], indices[0], values, size, layout=kind, **options)
     except unsignalled(RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
         return None

@@ -27,7 +27,8 @@ _LARGEST: Final = 2**62
 MAX_DIMS: Final = 64
 _UTILS: Final = "torch._utils."
 _KINDS: Final = (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)
-_LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+#: All layouts of tensors, by what torch calls them.
+LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
 def find(name: str) -> Known | None:
@@ -222,7 +223,7 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(_torch_size),
     "torch.device": Known(_device),
     "torch._C.Generator": Known(_generator, takes_state=True),
-    "torch.serialization._get_layout": Known(lambda name: _LAYOUTS[name if type(name) is str else ""]),
+    "torch.serialization._get_layout": Known(lambda name: LAYOUTS[name if type(name) is str else ""]),
     f"{_UTILS}_rebuild_tensor": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v2": Known(_tensor),
     f"{_UTILS}_rebuild_tensor_v3": Known(_tensor_v3),
