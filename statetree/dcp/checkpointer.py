@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from statetree.dcp.background import Background, RunningSave, background_of, start
 from statetree.dcp.events import Event, is_told, local_bytes, tell
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
+    from typing_extensions import TypeVar
 
     from statetree.tree.selection import Where
 
-T = TypeVar("T")
+    T = TypeVar("T", default=Any)  # without a template, anything may come back
 
 
 class Checkpointer(Schedule):
@@ -240,21 +241,9 @@ class Checkpointer(Schedule):
             waits.append(time.monotonic() - since)
             return future
 
-    # fmt: off
-    @overload
-    def restore(
-        self, state: None = None, step: SupportsIndex | None = None, *, where: Where | None = None,
-        fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
-    ) -> Any: ...
-    @overload
-    def restore(
-        self, state: T, step: SupportsIndex | None = None, *, where: Where | None = None,
-        fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
-    ) -> T: ...
-    # fmt: on
     def restore(
         self,
-        state: Any = None,
+        state: T | None = None,
         step: SupportsIndex | None = None,
         *,
         where: Where | None = None,
@@ -263,7 +252,7 @@ class Checkpointer(Schedule):
         verify: bool = True,
         cast: bool = False,
         strict: bool = True,
-    ) -> Any:
+    ) -> T:
         """Load a checkpoint, or where it is damaged the mirror's copy of it, with a warning. Waits for a running save.
 
         Args:
@@ -309,7 +298,7 @@ class Checkpointer(Schedule):
             since = time.monotonic()
             options = LoadOptions(True, cast, strict, verify, weights_only, where=where)  # noqa: FBT003
             restoration = Restoration(self._series, group, step, state, options)
-            loaded = restoration.run(fallback=fallback)
+            loaded: T = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found
             nbytes = bytes_in(self._series.path(found)) if is_first(group) or is_told(self._on_event) else 0
             self._tell(Event("restore", found.step, seconds, nbytes, seconds), group)

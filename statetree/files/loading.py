@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from torch.distributed import ProcessGroup
+    from typing_extensions import TypeVar
 
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
 
-T = TypeVar("T")
+    T = TypeVar("T", default=Any)  # without ``like``, anything may come back
 
 _UNKNOWN_REMEDY: Final = (
     "Pass like=, a tree like the saved one, or make the classes known: register_container, or "
@@ -53,23 +54,9 @@ _UNKNOWN_REMEDY: Final = (
 )
 
 
-# fmt: off
-@overload
-def load(
-    path: str | os.PathLike[str], like: None = None, *, in_place: bool = False,
-    through: Callable[[Any], Any] | None = None, where: Where | None = None, cast: bool = False, strict: bool = True,
-    verify: bool = True, weights_only: bool = True, group: ProcessGroup | None = None,
-) -> Any: ...
-@overload
-def load(
-    path: str | os.PathLike[str], like: T, *, in_place: bool = False,
-    through: Callable[[Any], Any] | None = None, where: Where | None = None, cast: bool = False, strict: bool = True,
-    verify: bool = True, weights_only: bool = True, group: ProcessGroup | None = None,
-) -> T: ...
-# fmt: on
 def load(
     path: str | os.PathLike[str],
-    like: Any = None,
+    like: T | None = None,
     *,
     in_place: bool = False,
     through: Callable[[Any], Any] | None = None,
@@ -79,7 +66,7 @@ def load(
     verify: bool = True,
     weights_only: bool = True,
     group: ProcessGroup | None = None,
-) -> Any:
+) -> T:
     """Load a checkpoint, in the layout of another tree or as it was saved.
 
     Leaves are matched by their paths; where the format keeps names alone, by these (``model.layers.0.weight``). A list

@@ -21,7 +21,7 @@ def wrong(state: dict[str, Any]) -> None:
     print(st.flatten(state).leaves)  # attr-defined
     st.register_leaf_type(state, None)  # arg-type
     st.save(state)  # call-arg
-    st.load("directory", in_place="yes")  # call-overload
+    st.load("directory", in_place="yes")  # arg-type
     dcp.Checkpointer("run", keep="all")  # arg-type
     testing.run_ranks("two", wrong)  # arg-type
     print(testing.no_such_name)  # attr-defined
