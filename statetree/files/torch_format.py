@@ -63,7 +63,6 @@ class TorchArchive:
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._stored: dict[int, StoredTensor] = {}
-        self._num_references = 0  # to storages in its pickle
         self._prefix = ""
         self._legacy_pickle: bytes | None = None
         if file.length >= len(LEGACY[0]) and file.read(0, len(LEGACY[0]), "its beginning") in LEGACY:
@@ -105,7 +104,6 @@ class TorchArchive:
 
     def read(self, device: str = "cpu") -> Any:
         """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file."""
-        self._num_references = 0
         data = self._content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
         try:
             with warnings.catch_warnings():
@@ -117,7 +115,6 @@ class TorchArchive:
 
     def _memory(self, device: str, key: str, count: int, itemsize: int) -> torch.UntypedStorage:
         """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
-        self._num_references += 1
         member = self.members.get(f"{self._prefix}data/{key}" if self._legacy_pickle is None else key)
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
@@ -144,14 +141,9 @@ class TorchArchive:
 
     def needs_elements(self, tree: Any) -> bool:
         """Whether a tree that was read on ``meta`` holds what cannot be read later, unlike a strided leaf."""
-        leaves = {id(leaf): leaf for leaf in flatten(tree)[0]}
-        others = [leaf for leaf in leaves.values() if self.piece(leaf) is None]
-        if any(isinstance(leaf, _MADE_OF_ELEMENTS) for leaf in others):
-            return True
-        # A pickle refers to a storage once for each tensor. If there are more, some are no leaves: they lie in a set or
-        # an attribute, say, or in an object that is not loaded, of which nothing is needed.
-        has_more = self._num_references > len(leaves) - len(others)
-        return has_more and (not self.foreign or any(map(_has_inside, leaves.values())))
+        later = {id(leaf): leaf for leaf in flatten(tree)[0] if self.piece(leaf) is not None}
+        held = all_within([tree, *map(vars, later.values())])
+        return any(isinstance(each, _MADE_OF_ELEMENTS) and id(each) not in later for each in held)
 
     def verify_values(self, tree: Any) -> None:
         """Compare the memory of what lies in plain values with its checksums, as nobody does later."""
@@ -185,12 +177,6 @@ class TorchArchive:
         for member in members:
             member.verify(self.file)
         return len(members)
-
-
-def _has_inside(leaf: Any) -> bool:
-    """Whether a leaf may hold tensors beside what it is itself."""
-    is_made = not isinstance(leaf, StoredObject)
-    return is_made and (isinstance(leaf, (set, frozenset)) or bool(getattr(leaf, "__dict__", None)))
 
 
 def _check(file: FileRange, places: Mapping[int, FileRange], composite: torch.Tensor | None) -> None:
