@@ -93,23 +93,20 @@ def _named(name: str) -> Iterator[None]:
 def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none."""
     group = dist.group.WORLD if given is None and has_process_group() else given
-    check_alive(verb, group)
     ranks_of(verb, group)
     return group
 
 
-def check_alive(verb: str, group: ProcessGroup | None) -> None:
-    """Raise ``CheckpointError`` if a group was destroyed."""
-    if group is not None and not is_alive(group):
+def ranks_of(verb: str, group: ProcessGroup | None) -> Group:
+    """Return the ranks of a group, as leaf types want to know them; raise ``CheckpointError`` if it was destroyed."""
+    if group is None:
+        return Group(None, 0, [0], verb)
+    if not is_alive(group):
         raise CheckpointError(
             f"{verb}: the process group was destroyed: expected it to last until the {verb} is done. Wait for what "
             "runs in the background (its future, or Checkpointer.close) before destroy_process_group."
         )
-
-
-def ranks_of(verb: str, group: ProcessGroup | None) -> Group:
-    """Return the ranks of a group, as leaf types want to know them."""
-    return Group(None, 0, [0], verb) if group is None else group_of(verb, group, None)
+    return group_of(verb, group, None)
 
 
 def is_first(group: ProcessGroup | None) -> bool:
@@ -150,7 +147,6 @@ def dealt_by_first(values: list[Any], group: ProcessGroup | None) -> Any:
 
 def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
     """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
-    check_alive(verb, group)
     ranks = ranks_of(verb, group)
 
     def act() -> bytes | None:

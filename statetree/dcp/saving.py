@@ -28,7 +28,7 @@ from statetree.chunks.boxes import Box, whole_box
 from statetree.chunks.local import LocalChunks
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
-from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
+from statetree.dcp.groups import checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
 from statetree.dcp.metadata import METADATA, StoredEntry
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.save_plan import Holdings, check_alike, check_keys, differing_values, planned
@@ -129,7 +129,6 @@ def write(
     Metadata of a checkpoint that was there are taken away first, so that they and the new data are never taken for one
     checkpoint if the writing breaks off.
     """
-    check_alive("save", group)
     save = StateSave(state, directory, group, options)
     with checkpoint_errors("save", directory):
         with_checks(save.run)
