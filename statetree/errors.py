@@ -87,10 +87,10 @@ def shown(lines: Sequence[str], total: int | None = None) -> str:
     return "\n  ".join(head)
 
 
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and all those that led to it, each once."""
+def chain_of(error: BaseException, before: BaseException | None = None) -> Iterator[BaseException]:
+    """Yield an exception and all those that led to it, each once, as far as one that was being handled ``before``."""
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen = {id(before)}
     while pending:
         found = pending.pop()
         if found is not None and id(found) not in seen:

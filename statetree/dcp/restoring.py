@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,6 +53,7 @@ class Restoration:
         damaged: list[CheckpointError] = []
         latest = self.found.step
         while True:
+            before = sys.exception()
             try:
                 loaded = self._load()
             except CheckpointError as error:
@@ -60,7 +62,7 @@ class Restoration:
                 if copy is not None:
                     self.found = self._copy = copy
                     continue
-                out_of_reach = any(from_all("restore", self._is_outage(error, self.found), self._group))
+                out_of_reach = any(from_all("restore", self._is_outage(error, before, self.found), self._group))
                 if out_of_reach and not self._by_first(self._is_here):  # nobody knows that it is damaged
                     raise damaged[0] from damaged[0].__cause__
                 try:
@@ -133,10 +135,11 @@ class Restoration:
         is_here = self._is_here()
         complete = self._series.at_hand() if is_here else self._series.complete()
         for older in [each for each in reversed(complete) if each.step < self.found.step]:
+            before = sys.exception()
             try:
                 opened(self._series.path(older)).check()
             except unsignalled(CheckpointError, OSError) as error:
-                if self._is_outage(error, older) and not is_here:
+                if self._is_outage(error, before, older) and not is_here:
                     raise
                 if self._series.copy_of(older) is not None:
                     return older  # and then the copy, once it is found damaged
@@ -144,10 +147,10 @@ class Restoration:
                 return older
         return None
 
-    def _is_outage(self, error: Exception, found: StepDirectory) -> bool:
+    def _is_outage(self, error: Exception, before: BaseException | None, found: StepDirectory) -> bool:
         """Whether a checkpoint in the mirror could not be read: it need not be damaged."""
         place: Path | RemotePath = self._series.path(found)
-        return isinstance(place, RemotePath) and is_outage(error)
+        return isinstance(place, RemotePath) and is_outage(error, before)
 
     def _is_here(self) -> bool:
         """Whether what is taken lies in the directory, or is a copy of what does."""

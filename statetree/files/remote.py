@@ -62,9 +62,13 @@ def located(path: Any) -> Path:
     return RemotePath.of(f"{protocol}:{'//' if slashes == '/' else slashes}{rest}")
 
 
-def is_outage(error: BaseException) -> bool:
-    """Whether something could not be read since a request for it failed, to which no answer came: it may be whole."""
-    return any(isinstance(each, OSError) and not isinstance(each, _ANSWERS) for each in chain_of(error))
+def is_outage(error: BaseException, before: BaseException | None) -> bool:
+    """Whether something could not be read since a request for it failed, to which no answer came: it may be whole.
+
+    What was being handled ``before``, somebody else's error, says nothing of it.
+    """
+    found = next((each for each in chain_of(error, before) if isinstance(each, OSError)), None)
+    return found is not None and not isinstance(found, _ANSWERS)
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:

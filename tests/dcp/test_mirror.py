@@ -660,3 +660,16 @@ def test_a_step_of_the_mirror_that_is_replaced_while_it_is_read_is_searched_agai
     with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
         assert_trees_equal(other.restore(step=step), state(30))
     assert replaced
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionError, OSError])
+def test_what_the_caller_handles_is_no_outage_of_the_mirror(error, tmp_path, far):
+    name = "/far/step-00000003/.metadata"
+    far.pipe_file(name, bytes(len(far.cat_file(name))))
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        try:
+            raise error("of the training")
+        except OSError:
+            with pytest.warns(UserWarning, match="step 2"):
+                assert_trees_equal(other.restore(fallback=True), state(2))
