@@ -25,7 +25,7 @@ from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     import torch
 
@@ -195,7 +195,15 @@ class RemotePath:
         times = [info.get(name) for name in ("LastModified", "mtime", "last_modified", "updated", "created")]
         seconds = [time.timestamp() if isinstance(time, datetime) else time for time in times]
         since = next((each for each in seconds if isinstance(each, (int, float))), 0.0)
-        return SimpleNamespace(st_size=int(info["size"]), st_mode=stat.S_IFREG, st_dev=0, st_ino=inode, st_mtime=since)
+        size = self.size_of(info)
+        return SimpleNamespace(st_size=size, st_mode=stat.S_IFREG, st_dev=0, st_ino=inode, st_mtime=since)
+
+    def size_of(self, info: Mapping[str, Any]) -> int:
+        """Return the size out of what ``info`` says of the file."""
+        if info.get("size") is None:
+            what = "the server does not say how large it is: expected one that serves ranges"
+            refuse(str(self), what, "Download it.")
+        return int(info["size"])
 
     def iterdir(self) -> Iterator[RemotePath]:
         self._ask(self.system.invalidate_cache, self.path)
@@ -215,7 +223,7 @@ class RemotePath:
 
     def fetch(self, limit: int) -> bytes:
         """Return the content of a small file."""
-        size = int(self.info()["size"])
+        size = self.size_of(self.info())
         if size > limit:
             raise CheckpointError(f"{self.name} has {size} bytes: expected at most {limit}")
         return bytes(self._read(self.system.cat_file, self.path))
@@ -265,10 +273,8 @@ class RemoteFiles(OpenFiles):
             refuse(path, "there is no such file", "Check the name.")
         except unsignalled(OSError) as error:
             refuse(path, f"it cannot be reached: {error}", "Check the URL, and what it takes to read it.")
-        if info.get("size") is None:
-            refuse(path, "the server does not say how large it is: expected one that serves ranges", "Download it.")
         mark = zlib.crc32(repr([str(info.get(name)) for name in _MARKS]).encode())
-        return FileIdentity(0, zlib.crc32(str(path).encode()), int(info["size"]), mark, 0)
+        return FileIdentity(0, zlib.crc32(str(path).encode()), place.size_of(info), mark, 0)
 
     def check(self, path: Path) -> None:
         """Have it looked at once more when the verb ends: each look is a request."""

@@ -239,8 +239,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     paths = [row.path for row in rows]
     columns = [[materialized(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]
-    for some in (first, *others):
-        check_memory("combine", some.columns, lambda part, owners=some.owners: paths[owners[part]])  # type: ignore[misc]
+    check_memory("combine", first.columns, lambda part: paths[first.owners[part]])
     partners = [{(leaf, a): b for leaf, a, b in paired_parts(first, other) if b is not None} for other in others]
     parts = [recast("combine", first.recipe(leaf), torch.float32, path)[1] for leaf, path in enumerate(paths)]
     # Each view is combined once, however many tensors are the same one.
@@ -259,6 +258,8 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
                 owners.append(path)
             elif tensors[0].numel() and list(map(view_key, tensors)) != list(map(view_key, used[place])):
                 wrong.append((path, f"what is tied to {owners[place]}"))
+    rows_of = [(number, tensor) for number, tensors in enumerate(used) for tensor in tensors[1:]]
+    check_memory("combine", Columns([tensor for _, tensor in rows_of]), lambda place: owners[rows_of[place][0]])
     held = [as_plain(part) for part in unpack("combine", list(rest), list).parts]
     firsts = [(number, tensors[0]) for number, tensors in enumerate(used)]
     for a, b in sharing([*firsts, *[(-1, part) for part in held]]):

@@ -243,6 +243,15 @@ def test_what_lies_behind_a_url_is_converted_to_here(source, near, memory, tmp_p
     assert torch.equal(st.load(tmp_path / near)["w"], bits(4, 3))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_that_tells_no_size_is_named(name, memory, monkeypatch):
+    st.save(state_for(name), f"memory://run/{name}")
+    info = type(memory).info
+    monkeypatch.setattr(type(memory), "info", lambda *args, **options: {**info(*args, **options), "size": None})
+    with pytest.raises(CheckpointError, match="does not say how large it is"):
+        st.load(f"memory://run/{name}")
+
+
 def test_a_server_without_ranges_is_named(monkeypatch):
     st.save({"w": torch.ones(100)}, "memory://run/m.safetensors")
     system = fsspec.filesystem("memory")
