@@ -123,13 +123,19 @@ class Structure(NamedTuple):
             below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
             pending += [((*keys, key), child) for key, child in reversed(below)]
 
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """Return a tree with a value for each entry. ``unknown`` containers are mappings by texts."""
+    def rebuild(self, values: Sequence[Any]) -> tuple[Any, set[int]]:
+        """Return a tree with a value for each entry, and its containers, by ids, in which ``unknown`` ones stand.
+
+        These are mappings by texts.
+        """
         known = rebuilt_classes()
         made: list[Any] = []
+        holding: set[int] = set()
         for container in self.containers:
             children = [values[ref] if ref >= 0 else made[~ref] for ref in container.links]
             how = _made_of(container, known)
+            if isinstance(how, str) or not holding.isdisjoint([~ref for ref in container.links]):
+                holding.add(len(made))
             if isinstance(how, str):
                 made.append(dict(zip(_as_texts(container.keys), children, strict=True)))
                 continue
@@ -139,7 +145,7 @@ class Structure(NamedTuple):
             except Exception as error:  # a function of the user's
                 error.add_note(f"statetree: while putting together a {container.name} with the keys {keys[:8]}")
                 raise
-        return made[-1] if made else values[0]
+        return made[-1] if made else values[0], {id(made[index]) for index in holding}
 
 
 def _full_name(cls: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from statetree.errors import TreeMismatch, UnsupportedLeaf
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
 from statetree.files.stored import StoredTensor
-from statetree.key_paths import Path
+from statetree.key_paths import Path, key_identity
 from statetree.torch_internals import are_flattened
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
@@ -106,11 +107,20 @@ class StatefulTree:
             return tree
         for value, path in self._objects():
             self._ask("load_state_dict", value, path, path(tree))
-        states = {id(path(tree)) for path in self._paths}
-        leaves, spec = flatten_for("restore", tree, is_leaf=lambda node: id(node) in states)
-        values = {tuple(path): value for value, path in self._objects()}
-        pairs = zip(spec.paths(), leaves, strict=True)
-        return unflatten(spec, [values.get(tuple(path), leaf) for path, leaf in pairs])
+        return _replaced(tree, [((*path,), value) for value, path in self._objects()])
+
+
+def _replaced(node: Any, objects: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
+    """Return a tree with objects in their places, down to which its containers are made anew."""
+    inside: defaultdict[Any, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
+    for path, value in objects:
+        if not path:
+            return value
+        inside[key_identity(path[0])].append((path[1:], value))
+    leaves, spec = flatten_for("restore", node, is_leaf=lambda each: each is not node)
+    pairs = zip(spec.paths(), leaves, strict=True)
+    below = [(inside.get(key_identity(path[0])), leaf) for path, leaf in pairs]
+    return unflatten(spec, [leaf if found is None else _replaced(leaf, found) for found, leaf in below])
 
 
 def _refuse_flattened(verb: str, value: Any, path: Path) -> None:

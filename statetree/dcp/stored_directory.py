@@ -82,7 +82,7 @@ class _Directory:
         made.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
         if made.is_nested:
             saved = read_structure(self._plain(STRUCTURE_KEY))
-            tree = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
+            tree, made.holders = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
             made.unknown, made.divided = self._unknown_in(saved), dict(saved.divided())
             placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
             loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first

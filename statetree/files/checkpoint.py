@@ -15,7 +15,7 @@ from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.html_fragments import cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -39,6 +39,7 @@ class OpenedCheckpoint:
         files: Its files.
         foreign: Names of classes whose objects were not loaded.
         unknown: Where there are containers of unknown classes, which are mappings here.
+        holders: These, and the containers in which they stand, by their ids: none is one entry (``is_entry``).
         divided: What leaves that are made of several tensors are beside these, by the ``key_text`` of each key above.
         metadata: Texts that the file holds beside the tree.
         is_nested: Whether the file says how its entries are nested: of which classes, under keys of which types.
@@ -51,6 +52,7 @@ class OpenedCheckpoint:
     files: OpenFiles
     foreign: Sequence[str] = ()
     unknown: Sequence[Difference] = ()
+    holders: Collection[int] = ()
     divided: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     is_nested: bool = True

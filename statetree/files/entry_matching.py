@@ -51,18 +51,14 @@ class _Entries:
         """
         if key in self.place:
             return self.place[key]
-        return next((self.place[found] for found in self.alike(key, name) if found in self.place), None)
-
-    @staticmethod
-    def alike(key: tuple[Any, ...], name: str) -> Sequence[tuple[Any, ...]]:
-        """Return the keys under which a checkpoint may have a leaf, beside its own."""
         as_text = [f"s{text[1:]}" if text and (text[0] == "@" or not is_readable(text)) else text for text in key]
-        return (
+        candidates = (
             tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
             *((*key[:known], *as_text[known:]) for known in range(len(key))),  # below containers that are known
             *((*as_text[:unknown], *key[unknown:]) for unknown in range(1, len(key))),  # above them
             (f"s{name}",),
         )
+        return next((self.place[found] for found in candidates if found in self.place), None)
 
 
 def _key(path: Path) -> tuple[str, ...]:
@@ -70,7 +66,7 @@ def _key(path: Path) -> tuple[str, ...]:
 
 
 def matched_entries(
-    stored: tuple[Any, bool],
+    stored: tuple[Any, bool, Collection[int]],
     like: TreeSpec,
     leaves: Sequence[Any],
     chosen: Sequence[int] | None,
@@ -80,19 +76,23 @@ def matched_entries(
 ) -> dict[int, Any]:
     """Return what a checkpoint has of the leaves of a tree, by their indices.
 
-    ``stored`` is the checkpoint's tree, and whether that says how it was nested; in ``like``, lists and tuples of plain
-    values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no others; with ``partly``,
-    which notes the paths, mappings that are not empty may leave out keys of it.
+    ``stored`` is the checkpoint's tree, whether that says how it was nested, and its ``holders``; in ``like``, lists
+    and tuples of plain values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no
+    others; with ``partly``, which notes the paths, mappings that are not empty may leave out keys of it.
     """
-    ours, opened = _Entries(like), set[int]()
-    while True:
-        values, spec = flatten_for("load", stored[0], is_leaf=lambda node: is_entry(node) and id(node) not in opened)
-        theirs = _Entries(spec, is_nested=stored[1])
-        found, taken = _found(theirs, ours, values)
-        deeper = _deeper(theirs, ours, values, found, taken)
-        if not deeper:
-            break
-        opened.update(deeper)
+    values, spec = flatten_for("load", stored[0], is_leaf=lambda node: is_entry(node) and id(node) not in stored[2])
+    theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)
+    found: dict[int, Any] = {}
+    taken: dict[int, int] = {}
+    for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
+        place = theirs.find(key, name)
+        if place is None:
+            continue
+        other = taken.setdefault(place, index)
+        if other != index:
+            what = f"an entry of its own, beside {ours.paths[other]}"
+            refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
+        found[index] = values[place]
     found.update(_under_other_names(leaves, found))
     if not stored[1]:  # names alone tell of no empty list
         lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]
@@ -105,35 +105,6 @@ def matched_entries(
         more, has_empty = _left(theirs, ours, left, partly=partly)
         refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
     return {index: found[index] for index in wanted if index in found}
-
-
-def _found(theirs: _Entries, ours: _Entries, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, int]]:
-    """Return what a checkpoint has of leaves, by their indices, and the leaf that each of its entries stands for."""
-    found: dict[int, Any] = {}
-    taken: dict[int, int] = {}
-    for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
-        place = theirs.find(key, name)
-        if place is None:
-            continue
-        other = taken.setdefault(place, index)
-        if other != index:
-            what = f"an entry of its own, beside {ours.paths[other]}"
-            refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
-        found[index] = values[place]
-    return found, taken
-
-
-def _deeper(
-    theirs: _Entries, ours: _Entries, values: Sequence[Any], found: Collection[int], taken: Collection[int]
-) -> set[int]:
-    """Return the entries, by their ids, in which the tree has leaves: builtin containers may stand for its classes."""
-    left = {theirs.keys[at]: value for at, value in enumerate(values) if at not in taken and is_entry(value) and value}
-    if not left:
-        return set()
-    lacking = [(ours.keys[at], ours.names[at]) for at in range(len(ours.keys)) if at not in found]
-    known = [key for own, name in lacking for key in (own, *_Entries.alike(own, name))]
-    above = {key[:count] for key in known for count in range(1, len(key))}
-    return {id(value) for key, value in left.items() if key in above}
 
 
 def _under_other_names(leaves: Sequence[Any], found: Mapping[int, Any]) -> dict[int, Any]:

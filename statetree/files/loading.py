@@ -222,7 +222,8 @@ class _Filled:
         if self._options.where is not None:
             mask = selected(self._options.where, lowered.outline.spec, lowered.outer, verb="load")
             chosen = [index for index, owner in enumerate(lowered.outline.owners()) if mask[owner]]
-        opened_tree, strict, partly = (tree, checkpoint.is_nested), self._options.strict, self._options.partly
+        opened_tree = tree, checkpoint.is_nested, checkpoint.holders
+        strict, partly = self._options.strict, self._options.partly
         stored = matched_entries(opened_tree, lowered.spec, lowered.leaves, chosen, strict=strict, partly=partly)
         for index, found in stored.items():
             _check_known(lowered.spec, index, found)

@@ -47,7 +47,15 @@ def test_nested_states_come_back_with_their_values(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:save. what restore does not make")
 @pytest.mark.parametrize(
-    "inner", [Point(1, 2), Settings(0.1), Settings(0.1, (Point(3, 4), ())), Listing([1, (2,)]), {"k": Point(1, (2,))}]
+    "inner",
+    [
+        Listing(),
+        Point(1, 2),
+        Settings(0.1),
+        Settings(0.1, (Point(3, 4), ())),
+        Listing([1, (2,)]),
+        {"k": Point(1, (2,))},
+    ],
 )
 @pytest.mark.parametrize("wrap", [lambda v: (v,), lambda v: [v], lambda v: ((v, (1, 2)),), lambda v: [(v, []), (1,)]])
 def test_plain_values_of_any_class_come_back_from_inside_of_tuples_and_lists(wrap, inner, tmp_path):
