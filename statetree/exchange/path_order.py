@@ -26,8 +26,14 @@ def order_of(spec: TreeSpec) -> PathOrder:
     """Return what depends on a tree's structure alone."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
-    inner = [(path, spec.nodes[~ref]) for ref, path, _ in spec.places(leaves=False) if ref < 0]
-    containers = [(path, _container_text(kind, names)) for path, (kind, names, *_) in inner]
+    containers: list[tuple[tuple[Any, ...], str]] = []
+    links = spec.links()
+    pending: list[tuple[int, tuple[Any, ...]]] = [(spec.root(), ())] if spec.nodes else []
+    while pending:
+        ref, path = pending.pop()
+        kind, names = spec.nodes[~ref][:2]
+        containers.append((path, _container_text(kind, names)))
+        pending += [(child, (*path, name)) for name, child in zip(names, links[~ref], strict=True) if child < 0]
     containers.sort(key=lambda container: Path(container[0]).sort_key())
     named = unique_keys([str(Path(path)) or "<root>" for path, _ in containers], [path for path, _ in containers])
     structure = [Entry(f"{name}{CONTAINER}", text) for name, (_, text) in zip(named, containers, strict=True)]

@@ -159,8 +159,8 @@ class TreeSpec:
             kind, keys = self.nodes[~ref][:2] if ref < 0 else (None, ())
             yield Visit(Path(path), None if kind is None else kind.cls, keys, max(ref, -1))
 
-    def places(self, *, leaves: bool = True) -> Iterator[Located]:
-        """Yield what ``walk`` does, in the form of ``links``; or containers alone."""
+    def places(self) -> Iterator[Located]:
+        """Yield what ``walk`` does, in the form of ``links``."""
         links = self.links()
         pending = [Located(self.root(), (), ())]
         while pending:
@@ -169,8 +169,7 @@ class TreeSpec:
             ref, keys, nodes = found
             if ref < 0:
                 rows = zip(reversed(self.nodes[~ref][1]), reversed(links[~ref]), strict=True)
-                inner = (*nodes, ~ref)
-                pending += [Located(child, (*keys, key), inner) for key, child in rows if leaves or child < 0]
+                pending += [Located(child, (*keys, key), (*nodes, ~ref)) for key, child in rows]
 
     def to_optree(self) -> PyTreeSpec:
         """Return the same structure as an ``optree.PyTreeSpec``, for use with optree's functions.
