@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from statetree.errors import TreeMismatch
 from statetree.key_paths import Attr, Path
 from statetree.tree.atoms import HOLE
+from statetree.tree.renaming import located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,8 @@ def pruned(verb: str, spec: TreeSpec, leaves: Sequence[Any], kept: Sequence[bool
 
 def _refuse(verb: str, spec: TreeSpec, node: int, key: Any) -> None:
     cls = spec.nodes[node][0].cls.__qualname__
-    path = Path(next(place for place in spec.places() if place.ref == ~node).keys)
+    item = next(item for item in located(spec) if node in item.nodes)
+    path = Path(item.keys[: item.nodes.index(node)])
     raise TreeMismatch(
         f"{verb}: a {cls} cannot lack a child at {path.child(key)}: expected all or none of the leaves in "
         f"{str(path) or '<root>'}. Select all of them, or use partition, which keeps the structure."

@@ -12,7 +12,7 @@ from statetree.key_paths import Attr, Path, key_identity, render_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from statetree.tree.spec import Located, TreeSpec
+    from statetree.tree.spec import TreeSpec
 
 
 class _Place:
@@ -32,9 +32,31 @@ class _Place:
         return self.children.setdefault(identity, otherwise)
 
 
+class Located(NamedTuple):
+    """Something of a tree that can be renamed."""
+
+    ref: int  # the index of a leaf, or `~index` of the node of an empty container
+    keys: tuple[Any, ...]
+    nodes: tuple[int, ...]  # the nodes of the containers from the root down to the one that it lies in
+
+    @property
+    def text(self) -> str:
+        """The path, rendered plainly."""
+        return ".".join(map(render_key, self.keys))
+
+
 def located(spec: TreeSpec) -> Iterator[Located]:
-    """Yield every leaf and every empty container, in order: what can be renamed."""
-    return (place for place in spec.places() if place.ref >= 0 or not spec.nodes[~place.ref][1])
+    """Yield every leaf and every empty container, in order."""
+    links = spec.links()
+    pending: list[Located] = [Located(spec.root(), (), ())]
+    while pending:
+        found = pending.pop()
+        ref, keys, nodes = found
+        if ref >= 0 or not links[~ref]:
+            yield found
+            continue
+        rows = zip(reversed(spec.nodes[~ref][1]), reversed(links[~ref]), strict=True)
+        pending += [Located(child, (*keys, key), (*nodes, ~ref)) for key, child in rows]
 
 
 class _Item(NamedTuple):

@@ -45,19 +45,6 @@ class Visit(NamedTuple):
     leaf: int
 
 
-class Located(NamedTuple):
-    """One place of a tree, as what works on structures comes by it."""
-
-    ref: int  # the index of a leaf, or `~index` of the node of a container
-    keys: tuple[Any, ...]
-    nodes: tuple[int, ...]  # the nodes of the containers from the root down to the one that it lies in
-
-    @property
-    def text(self) -> str:
-        """The path, rendered plainly."""
-        return ".".join(map(render_key, self.keys))
-
-
 class TreeSpec:
     """The structure of a tree: every container's class, keys and attributes, and where the leaves go.
 
@@ -155,21 +142,16 @@ class TreeSpec:
             >>> [(str(visit.path), visit.cls) for visit in spec.walk() if visit.cls]
             [('', <class 'dict'>), ('a', <class 'list'>)]
         """
-        for ref, path, _ in self.places():
-            kind, keys = self.nodes[~ref][:2] if ref < 0 else (None, ())
-            yield Visit(Path(path), None if kind is None else kind.cls, keys, max(ref, -1))
-
-    def places(self) -> Iterator[Located]:
-        """Yield what ``walk`` does, in the form of ``links``."""
         links = self.links()
-        pending = [Located(self.root(), (), ())]
+        pending: list[tuple[int, tuple[Any, ...]]] = [(self.root(), ())]
         while pending:
-            found = pending.pop()
-            yield found
-            ref, keys, nodes = found
-            if ref < 0:
-                rows = zip(reversed(self.nodes[~ref][1]), reversed(links[~ref]), strict=True)
-                pending += [Located(child, (*keys, key), (*nodes, ~ref)) for key, child in rows]
+            ref, path = pending.pop()
+            if ref >= 0:
+                yield Visit(Path(path), None, (), ref)
+                continue
+            kind, keys = self.nodes[~ref][:2]
+            yield Visit(Path(path), kind.cls, keys, -1)
+            pending += [(child, (*path, key)) for key, child in zip(reversed(keys), reversed(links[~ref]), strict=True)]
 
     def to_optree(self) -> PyTreeSpec:
         """Return the same structure as an ``optree.PyTreeSpec``, for use with optree's functions.
