@@ -118,15 +118,14 @@ class Unpacked:
         return {recipe for recipe in alone if isinstance(recipe, int)}
 
     def metadata_parts(self, *, attributes: bool) -> list[int]:
-        """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects.
-
-        With ``attributes``, also of those that leaves carry beside their elements.
-        """
+        """Return the indices of parts on whose elements leaves depend: offsets, objects; with ``attributes``, these."""
         chosen: list[Recipe] = []
         for recipe in packed(self.recipes.values()):
-            chosen += [] if recipe.leaf_type.elements_only(recipe.context) else recipe.within()
-            carried = recipe.attributes.leaves if attributes and recipe.attributes is not None else []
-            chosen += chain(carried, *[inside.within() for inside in packed(carried)])
+            if not recipe.leaf_type.elements_only(recipe.context):
+                chosen += recipe.within()
+            if attributes and recipe.attributes is not None:
+                carried = recipe.attributes.leaves
+                chosen += chain(carried, *[inside.within() for inside in packed(carried)])
         return list(dict.fromkeys(part for part in chosen if isinstance(part, int)))
 
     def registered(self, leaf: int) -> list[PackedRecipe]:

@@ -152,7 +152,7 @@ def test_broadcast_sends_elements_again():
 
 def write_again():
     """Call prepared verbs twice, and see that autograd can tell that each tensor with elements was written."""
-    plain, rank = {"w": torch.ones(1000, 4), "v": torch.ones(3)}, dist.get_rank()
+    plain, rank = {"w": torch.ones(1000, 4), "v": torch.ones(3), "s": torch.eye(3).to_sparse()}, dist.get_rank()
     sharded_, whole = {"w": sharded((100, 4), 1, Shard(0))}, {"w": torch.ones(100, 4)}
     like = {"w": sharded((100, 4), 1, Shard(1))}
     for sync in (
@@ -166,6 +166,7 @@ def write_again():
         statetree.prepare(statetree.distribute, whole, like),
     ):
         leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in sync().values()]
+        leaves = [leaf._values() if leaf.is_sparse else leaf for leaf in leaves]
         before = [leaf._version for leaf in leaves]
         sync()
         assert all(leaf._version > count for leaf, count in zip(leaves, before, strict=True))

@@ -466,3 +466,20 @@ def test_a_tensor_of_any_tree_whose_storage_is_too_small_is_named(stored, place,
         trees[0] = st.files.open(tmp_path / "a.pt")
     with pytest.raises(st.UnsupportedLeaf, match="the leaf at w was freed or resized"):
         st.combine(mean, *trees)
+
+
+def test_strides_of_dims_of_one_element_make_no_other_tie():
+    first, other = numbers(1), numbers(4)
+    trees = [{"m": memory.as_strided((1, 4), (step, 1)), "v": memory[:4]} for memory, step in ((first, 4), (other, 9))]
+    found = st.combine(mean, *trees)
+    assert found["m"].data_ptr() == found["v"].data_ptr()
+    assert torch.equal(found["v"], ((first + other) / 2)[:4])
+    assert torch.equal(found["m"][0], found["v"])
+
+
+def test_two_storages_on_one_memory_are_tied():
+    arrays = [numpy.arange(4.0), numpy.arange(4.0) + 2]
+    trees = [{"a": torch.from_numpy(array), "b": torch.from_numpy(array)[:3]} for array in arrays]
+    found = st.combine(mean, *trees)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert found["a"].tolist() == [1, 2, 3, 4]
