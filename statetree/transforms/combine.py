@@ -21,7 +21,15 @@ from statetree.spans.bits import as_plain
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import lie_alike, once, shared_elements
-from statetree.torch_internals import copy_each, is_sole_view, quietly, set_bits, torch_function_enabled, version_of
+from statetree.torch_internals import (
+    copy_each,
+    is_sole_view,
+    quietly,
+    set_bits,
+    storage_key,
+    torch_function_enabled,
+    version_of,
+)
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched_where
 from statetree.tree.selection import selected
@@ -265,11 +273,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
     for a, b in sharing([*firsts, *[(-1, part) for part in held]]):
         if a < b:
             continue  # it comes the other way round, too
-        alike = b >= 0 and used[a][0].dtype == used[b][0].dtype
-        alike = alike and all(
-            lie_alike((used[a][0], x), (used[b][0], y)) for x, y in zip(used[a][1:], used[b][1:], strict=True)
-        )
-        if a >= 0 and not alike:
+        if a >= 0 and not (b >= 0 and _are_tied_alike(used[a], used[b])):
             wrong.append((owners[a], "what shares its memory"))
     _keep_ties(wrong)
     fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)], owners)
@@ -282,6 +286,14 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
         if not isinstance(recipe, int):
             recipes[leaf] = recipe
     return replace(first, recipes=recipes).pack(made)
+
+
+def _are_tied_alike(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether two tensors of one storage are tied as those of the other trees in their places are."""
+    (a, *others), (b, *theirs) = one, other
+    if a.dtype != b.dtype or storage_key(a.untyped_storage()) != storage_key(b.untyped_storage()):
+        return False
+    return all(lie_alike((a, x), (b, y)) for x, y in zip(others, theirs, strict=True))
 
 
 def _as_they_lie(
