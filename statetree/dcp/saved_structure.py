@@ -134,7 +134,7 @@ class Structure(NamedTuple):
         for container in self.containers:
             children = [values[ref] if ref >= 0 else made[~ref] for ref in container.links]
             how = _made_of(container, known)
-            if isinstance(how, str) or not holding.isdisjoint([~ref for ref in container.links]):
+            if isinstance(how, str) or (holding and not holding.isdisjoint([~ref for ref in container.links])):
                 holding.add(len(made))
             if isinstance(how, str):
                 made.append(dict(zip(_as_texts(container.keys), children, strict=True)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from functools import partial
 from itertools import compress
+from operator import is_not
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -107,20 +108,28 @@ class StatefulTree:
             return tree
         for value, path in self._objects():
             self._ask("load_state_dict", value, path, path(tree))
-        return _replaced(tree, [((*path,), value) for value, path in self._objects()])
+        return _replaced(tree, {(*map(key_identity, path),): value for value, path in self._objects()})
 
 
-def _replaced(node: Any, objects: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
-    """Return a tree with objects in their places, down to which its containers are made anew."""
-    inside: defaultdict[Any, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
-    for path, value in objects:
-        if not path:
-            return value
-        inside[key_identity(path[0])].append((path[1:], value))
-    leaves, spec = flatten_for("restore", node, is_leaf=lambda each: each is not node)
-    pairs = zip(spec.paths(), leaves, strict=True)
-    below = [(inside.get(key_identity(path[0])), leaf) for path, leaf in pairs]
-    return unflatten(spec, [leaf if found is None else _replaced(leaf, found) for found, leaf in below])
+def _replaced(tree: Any, objects: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return a tree with objects in their places, whose keys are identities. Containers above them are made anew."""
+    opened: dict[tuple[Any, ...], tuple[list[Any], TreeSpec, dict[Any, int]]] = {}
+    for path in objects:
+        node = tree
+        for count, key in enumerate(path):
+            if path[:count] not in opened:
+                leaves, spec = flatten_for("restore", node, is_leaf=partial(is_not, node))
+                places = {key_identity(child[0]): place for place, child in enumerate(spec.paths())}
+                opened[path[:count]] = leaves, spec, places
+            leaves, _, places = opened[path[:count]]
+            node = leaves[places[key]]
+    made = dict(objects)
+    for above in sorted(opened, key=len, reverse=True):
+        leaves, spec, places = opened[above]
+        for key, place in places.items():
+            leaves[place] = made.get((*above, key), leaves[place])
+        made[above] = unflatten(spec, leaves)
+    return made[()]
 
 
 def _refuse_flattened(verb: str, value: Any, path: Path) -> None:

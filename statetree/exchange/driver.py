@@ -25,7 +25,6 @@ from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import PlannedTransfers, TransferOptions, plan_transfers, sources_of
-from statetree.leaves.builtin import is_value
 from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
@@ -322,8 +321,8 @@ class Exchange(Call):
             self._preparation.hold(own.spec, own.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
         if self._preparation is not None:  # spans are written, which share no version counter with what lies on them
-            written = [leaf for leaf in leaves if not is_value(leaf)]
-            self.executor.call(partial(increment_version, unpack(self.verb, written, list, memory=False).parts))
+            written = unpack(self.verb, list(leaves), list, memory=False).parts
+            self.executor.call(partial(increment_version, written))
         received = Received(own, pending, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)
 

@@ -39,7 +39,7 @@ class OpenedCheckpoint:
         files: Its files.
         foreign: Names of classes whose objects were not loaded.
         unknown: Where there are containers of unknown classes, which are mappings here.
-        holders: These, and the containers in which they stand, by their ids: none is one entry (``is_entry``).
+        holders: These, and the containers in which they stand, by their ids.
         divided: What leaves that are made of several tensors are beside these, by the ``key_text`` of each key above.
         metadata: Texts that the file holds beside the tree.
         is_nested: Whether the file says how its entries are nested: of which classes, under keys of which types.

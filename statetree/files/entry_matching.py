@@ -76,23 +76,20 @@ def matched_entries(
 ) -> dict[int, Any]:
     """Return what a checkpoint has of the leaves of a tree, by their indices.
 
-    ``stored`` is the checkpoint's tree, whether that says how it was nested, and its ``holders``; in ``like``, lists
-    and tuples of plain values are leaves. If all are loaded (``chosen`` is ``None``), the checkpoint may have no
-    others; with ``partly``, which notes the paths, mappings that are not empty may leave out keys of it.
+    ``stored`` is the checkpoint's tree, whether that says how it was nested, and its ``holders``, which are taken whole
+    where ``like`` has one leaf: in that, lists and tuples of plain values are leaves. If all are loaded (``chosen`` is
+    ``None``), the checkpoint may have no others; with ``partly``, which notes the paths, mappings that are not empty
+    may leave out keys of it.
     """
-    values, spec = flatten_for("load", stored[0], is_leaf=lambda node: is_entry(node) and id(node) not in stored[2])
-    theirs, ours = _Entries(spec, is_nested=stored[1]), _Entries(like)
-    found: dict[int, Any] = {}
-    taken: dict[int, int] = {}
-    for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
-        place = theirs.find(key, name)
-        if place is None:
-            continue
-        other = taken.setdefault(place, index)
-        if other != index:
-            what = f"an entry of its own, beside {ours.paths[other]}"
-            refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
-        found[index] = values[place]
+    ours, opened = _Entries(like), set[int]()
+    while True:
+        values, spec = flatten_for("load", stored[0], is_leaf=lambda node: is_entry(node) and id(node) not in opened)
+        theirs = _Entries(spec, is_nested=stored[1])
+        found, taken = _found(theirs, ours, values)
+        left = {id(value) for place, value in enumerate(values) if place not in taken}.intersection(stored[2])
+        if not left:
+            break
+        opened.update(left)
     found.update(_under_other_names(leaves, found))
     if not stored[1]:  # names alone tell of no empty list
         lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]
@@ -105,6 +102,22 @@ def matched_entries(
         more, has_empty = _left(theirs, ours, left, partly=partly)
         refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
     return {index: found[index] for index in wanted if index in found}
+
+
+def _found(theirs: _Entries, ours: _Entries, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, int]]:
+    """Return what a checkpoint has of leaves, by their indices, and the leaf that each of its entries stands for."""
+    found: dict[int, Any] = {}
+    taken: dict[int, int] = {}
+    for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
+        place = theirs.find(key, name)
+        if place is None:
+            continue
+        other = taken.setdefault(place, index)
+        if other != index:
+            what = f"an entry of its own, beside {ours.paths[other]}"
+            refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
+        found[index] = values[place]
+    return found, taken
 
 
 def _under_other_names(leaves: Sequence[Any], found: Mapping[int, Any]) -> dict[int, Any]:

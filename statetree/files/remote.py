@@ -65,10 +65,15 @@ def located(path: Any) -> Path:
 def is_outage(error: BaseException, before: BaseException | None) -> bool:
     """Whether something could not be read since a request for it failed, to which no answer came: it may be whole.
 
-    What was being handled ``before``, somebody else's error, says nothing of it.
+    What was being handled ``before``, somebody else's error, says nothing of it. An answer may be an error of the
+    server's in other words (huggingface_hub), or a connection that broke off (fsspec's http).
     """
-    found = next((each for each in chain_of(error, before) if isinstance(each, OSError)), None)
-    return found is not None and not isinstance(found, _ANSWERS)
+    answered = False
+    for each in chain_of(error, before):
+        answered = answered or isinstance(each, _ANSWERS)
+        if isinstance(each, (ConnectionError, TimeoutError) if answered else OSError):
+            return True
+    return False
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
@@ -201,8 +206,7 @@ class RemotePath:
     def size_of(self, info: Mapping[str, Any]) -> int:
         """Return the size out of what ``info`` says of the file."""
         if info.get("size") is None:
-            what = "the server does not say how large it is: expected one that serves ranges"
-            refuse(str(self), what, "Download it.")
+            raise OSError("the server does not say how large it is: expected one that serves ranges. Download it")
         return int(info["size"])
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -269,12 +273,13 @@ class RemoteFiles(OpenFiles):
         place = cast("RemotePath", path)
         try:
             info = place.info()
+            size = place.size_of(info)
         except unsignalled(FileNotFoundError):
             refuse(path, "there is no such file", "Check the name.")
         except unsignalled(OSError) as error:
             refuse(path, f"it cannot be reached: {error}", "Check the URL, and what it takes to read it.")
         mark = zlib.crc32(repr([str(info.get(name)) for name in _MARKS]).encode())
-        return FileIdentity(0, zlib.crc32(str(path).encode()), place.size_of(info), mark, 0)
+        return FileIdentity(0, zlib.crc32(str(path).encode()), size, mark, 0)
 
     def check(self, path: Path) -> None:
         """Have it looked at once more when the verb ends: each look is a request."""

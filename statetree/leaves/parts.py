@@ -118,7 +118,7 @@ class Unpacked:
         return {recipe for recipe in alone if isinstance(recipe, int)}
 
     def metadata_parts(self, *, attributes: bool) -> list[int]:
-        """Return the indices of parts on whose elements leaves depend: offsets, objects; with ``attributes``, these."""
+        """Return the indices of parts on whose elements leaves depend: offsets, objects, and ``attributes``."""
         chosen: list[Recipe] = []
         for recipe in packed(self.recipes.values()):
             if not recipe.leaf_type.elements_only(recipe.context):

@@ -153,10 +153,12 @@ def test_broadcast_sends_elements_again():
 def write_again():
     """Call prepared verbs twice, and see that autograd can tell that each tensor with elements was written."""
     plain, rank = {"w": torch.ones(1000, 4), "v": torch.ones(3), "s": torch.eye(3).to_sparse()}, dist.get_rank()
+    opaque = {"box": Box(torch.arange(4.0))}
     sharded_, whole = {"w": sharded((100, 4), 1, Shard(0))}, {"w": torch.ones(100, 4)}
     like = {"w": sharded((100, 4), 1, Shard(1))}
     for sync in (
         statetree.prepare(statetree.broadcast, plain),
+        statetree.prepare(statetree.broadcast, opaque),
         statetree.prepare(statetree.broadcast, sharded_),
         statetree.prepare(statetree.gather, sharded_),
         statetree.prepare(statetree.reshard, sharded_, like),
@@ -166,6 +168,7 @@ def write_again():
         statetree.prepare(statetree.distribute, whole, like),
     ):
         leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in sync().values()]
+        leaves = [getattr(leaf, "tensor", leaf) for leaf in leaves]
         leaves = [leaf._values() if leaf.is_sparse else leaf for leaf in leaves]
         before = [leaf._version for leaf in leaves]
         sync()

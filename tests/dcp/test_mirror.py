@@ -663,6 +663,44 @@ def test_a_step_of_the_mirror_that_is_replaced_while_it_is_read_is_searched_agai
 
 
 @pytest.mark.usefixtures("three")
+def test_a_mirror_that_tells_no_sizes_is_no_damaged_one(tmp_path, far, monkeypatch):
+    info = type(far).info
+
+    def without_size(system, path, **options):
+        found = info(system, path, **options)
+        return {**found, "size": None} if "step-00000003/" in path else found
+
+    monkeypatch.setattr(type(far), "info", without_size)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        for fallback in (False, True):
+            with pytest.raises(st.CheckpointError, match="does not say how large it is"):
+                other.restore(fallback=fallback)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize(("cause", "is_damage"), [(ConnectionResetError, False), (OSError, True)])
+def test_an_answer_that_came_of_a_connection_that_broke_off_is_an_outage(cause, is_damage, tmp_path, far, monkeypatch):
+    read = type(far).cat_file
+
+    def broken(system, path, **options):
+        if "step-00000003/.metadata" not in path:
+            return read(system, path, **options)
+        try:
+            raise cause("what happened")
+        except OSError as error:
+            raise FileNotFoundError(path) from error
+
+    monkeypatch.setattr(type(far), "cat_file", broken)
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+        if is_damage:
+            with pytest.warns(UserWarning, match="step 2"):
+                assert_trees_equal(other.restore(fallback=True), state(2))
+        else:
+            with pytest.raises(st.CheckpointError):
+                other.restore(fallback=True)
+
+
+@pytest.mark.usefixtures("three")
 @pytest.mark.parametrize("error", [TimeoutError, ConnectionError, OSError])
 def test_what_the_caller_handles_is_no_outage_of_the_mirror(error, tmp_path, far):
     name = "/far/step-00000003/.metadata"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import pytest
@@ -116,6 +117,41 @@ def test_plain_values_beside_objects_are_what_was_saved(beside, own, tmp_path):
         saved.save(1, {**beside, "losses": [1.0, 2.0], "empty": ()})
         restored = saved.restore({**beside, "losses": own, "empty": ()})
     assert restored == {**beside, "losses": [1.0, 2.0], "empty": ()}
+
+
+def test_an_object_may_lie_nine_hundred_levels_deep(tmp_path):
+    def nested(own):
+        return functools.reduce(lambda inner, _: [inner], range(900), own)
+
+    own, fresh = AppState(torch.arange(3.0)), AppState(torch.zeros(3))
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, nested(own))
+        found = saved.restore(nested(fresh))
+    for _ in range(900):
+        (found,) = found
+    assert found is fresh
+    assert fresh.value.tolist() == [0, 1, 2]
+
+
+class Fresh:
+    """A container that hands out other children each time."""
+
+    def __init__(self, *items):
+        self.items = items
+
+
+statetree.register_container(
+    Fresh,
+    lambda own: ([dict(each) if type(each) is dict else each for each in own.items], None),
+    lambda _, children: Fresh(*children),
+)
+
+
+def test_objects_get_into_their_places_whatever_their_container_hands_out(tmp_path):
+    state = {"pair": Fresh(AppState(torch.ones(2)), {"k": [1]})}
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state)
+        assert saved.restore(state)["pair"].items == state["pair"].items
 
 
 def test_where_gives_an_object_the_paths_that_its_state_has(tmp_path):

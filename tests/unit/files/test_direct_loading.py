@@ -66,6 +66,15 @@ def test_plain_values_of_any_class_come_back_from_inside_of_tuples_and_lists(wra
     assert repr(loaded["values"]) == repr(state["values"])
 
 
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+def test_what_stands_for_an_unknown_class_is_loaded_into_a_dict(tmp_path):
+    st.save({"x": (Settings(0.1),), "y": [Settings(0.2)], "z": ([Settings(0.3), Listing()],)}, tmp_path / "a")
+    other = {"rate": 0, "sizes": 0}
+    loaded = st.load(tmp_path / "a", {"x": (other,), "y": [other], "z": ([other, 0],)}, strict=False)
+    assert loaded["x"] == ({"rate": 0.1, "sizes": (1, 2)},)
+    assert loaded["y"] == [{"rate": 0.2, "sizes": (1, 2)}]
+
+
 def test_flat_files_fill_nested_states(tmp_path):
     path = write({"model.layers.0.w": bits(3), "model.layers.1.w": bits(4)}, tmp_path / "a.safetensors")
     like = {"model": {"layers": [{"w": torch.empty(3)}, {"w": torch.empty(4)}]}}
