@@ -148,7 +148,10 @@ PHASES: Final = {
 }
 #: What is in none of them: of the whole run, and of what other threads do meanwhile.
 REST: Final = "rest"
-IN_THREADS: Final = ("statetree.dcp.saving.StateSave.run",)
+IN_THREADS: Final = (
+    "statetree.dcp.saving.StateSave.run",
+    "statetree.dcp.data_writer.DataWriter._unchanged_in",
+)
 #: Not counted at all: another thread works, whose time is.
 ELSEWHERE: Final = "elsewhere"
 FOR_THREADS: Final = ("concurrent.futures.Future.result", "concurrent.futures.ThreadPoolExecutor.shutdown")

@@ -353,6 +353,15 @@ def check_now() -> None:
             check(*args)
 
 
+def checked_at_once(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that answers for what it reads: nothing of it is left to be checked when the verb ends."""
+    before, _LATER.checks = _LATER.checks, None
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _LATER.checks = before
+
+
 def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function, and then what was left to be checked."""
     if _LATER.checks is not None:  # a call inside another, which checks when it ends

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, Stored, check_file, read_manifest
-from statetree.errors import CheckpointError, suppress
+from statetree.errors import CheckpointError, checked_at_once, suppress
 from statetree.files.block_checksums import RunningChecksum
 from statetree.files.job_threads import in_threads
 from statetree.files.publishing import begin_to_sync
@@ -126,16 +126,20 @@ class DataWriter:
 
     def _comparing(self, path: Path, listed: ManifestFile, found: dict[str, set[Index]]) -> Generator[None, None, None]:
         """Find the pieces that a file holds as they are now. Damage is a change: else it would go on."""
-        same = found[path.name] = set()
-        if path.is_symlink():  # what it leads to may go away
-            return
-        with suppress(CheckpointError):
-            file = OpenFiles().open(path)
-            check_file(file, listed)
-            for index, stored in listed.pieces.items():
-                if index in self.pieces and PieceSource(self.pieces[index].data).is_in(file, stored):
-                    same.add(index)
-                yield
+        found[path.name] = set()
+        if not path.is_symlink():  # what it leads to may go away
+            with suppress(CheckpointError):  # another writer may remove it meanwhile
+                found[path.name] = checked_at_once(self._unchanged_in, path, listed)
+        yield
+
+    def _unchanged_in(self, path: Path, listed: ManifestFile) -> set[Index]:
+        file = OpenFiles().open(path)
+        check_file(file, listed)
+        return {
+            index
+            for index, stored in listed.pieces.items()
+            if index in self.pieces and PieceSource(self.pieces[index].data).is_in(file, stored)
+        }
 
     def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
         """Cut pieces into groups for a file each: not many, so that few are written again when one changes."""

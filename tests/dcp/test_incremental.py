@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
+from statetree.dcp import data_writer
 from statetree.dcp.file_manifest import read_manifest
 from statetree.files.tensor_archives import archive_of
 from statetree.testing import run_ranks
@@ -84,6 +85,23 @@ def test_no_step_needs_another(removed, tmp_path):
         saved.save(3, state_of(3))
         for step in {0, 1, 2, 3} - {removed}:
             assert_trees_equal(saved.restore(step=step), state_of(step))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_that_another_writer_removes_while_it_is_compared_is_written_anew(count, tmp_path, monkeypatch):
+    original = data_writer.PieceSource.is_in
+
+    def is_in(*args):
+        shutil.rmtree(tmp_path / "step-00000000", ignore_errors=True)
+        return original(*args)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, state_of(0))
+        monkeypatch.setattr(data_writer.PieceSource, "is_in", is_in)
+        saved.save(1, state_of(1))
+        assert saved.steps() == [1]
+        assert_trees_equal(saved.restore(), state_of(1))
 
 
 def test_old_ones_are_pruned(tmp_path):
