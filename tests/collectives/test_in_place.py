@@ -12,6 +12,7 @@ from statetree.exchange.group import Group
 from statetree.leaves import copying
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, sent_by
+from tests.kept_calls import of_one_call
 
 LARGE = (1 << 20) // 4  # elements of float32 that travel by themselves
 
@@ -69,6 +70,7 @@ def arrive_in_place():
             full[key] += 1
 
 
+@of_one_call
 def test_elements_are_received_where_they_belong():
     run_ranks(2, arrive_in_place)
 
@@ -101,6 +103,7 @@ def swapped(how):
     assert like["b"].tolist() == [*range(10, 16)]
 
 
+@of_one_call
 @pytest.mark.parametrize("how", ["torch", "numpy"])
 def test_a_source_that_is_written_elsewhere_is_sent_before(how):
     run_ranks(2, swapped, how)
@@ -116,6 +119,7 @@ def in_one_buffer():
     assert [like[key].tolist() for key in "abc"] == [[0, 1, 2, 3], [4, 5, 6, 7], [6, 7, 8, 9]]
 
 
+@of_one_call
 def test_views_on_one_buffer_come_as_they_were():
     run_ranks(2, in_one_buffer)
 
@@ -164,6 +168,7 @@ def over_what_goes_into_shards():
     assert like["b"].tolist() == [*range(50, 58)]
 
 
+@of_one_call
 def test_what_is_sent_into_shards_is_sent_before_it_is_written():
     run_ranks(2, over_what_goes_into_shards)
 
@@ -280,5 +285,6 @@ def one_model_is_sent():
     assert sent == (4 * LARGE + 20 if dist.get_rank() == 0 else 0)
 
 
+@of_one_call
 def test_one_model_is_sent():
     run_ranks(2, one_model_is_sent)
