@@ -86,10 +86,11 @@ def matched_entries(
         values, spec = flatten_for("load", stored[0], is_leaf=lambda node: is_entry(node) and id(node) not in opened)
         theirs = _Entries(spec, is_nested=stored[1])
         found, taken = _found(theirs, ours, values)
-        left = {id(value) for place, value in enumerate(values) if place not in taken}.intersection(stored[2])
-        if not left:
+        untaken = {id(value) for place, value in enumerate(values) if place not in taken} if stored[2] else set[int]()
+        inside = untaken.intersection(stored[2])
+        if not inside:
             break
-        opened.update(left)
+        opened.update(inside)
     found.update(_under_other_names(leaves, found))
     if not stored[1]:  # names alone tell of no empty list
         lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]

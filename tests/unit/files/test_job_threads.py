@@ -31,12 +31,13 @@ def test_two_threads_work_at_the_same_time():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["this thread", "the other"])
-def test_after_an_error_no_further_step_begins(error, where):
-    here, both, failed, begun = threading.get_ident(), threading.Barrier(2, timeout=10), threading.Event(), []
+@pytest.mark.parametrize("where", ["this thread", "the others"])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_after_an_error_no_further_step_begins(threads, error, where):
+    here, meet, failed, begun = threading.get_ident(), threading.Barrier(threads, timeout=10), threading.Event(), []
 
     def job():
-        both.wait()  # each thread has one
+        meet.wait()  # each thread has one
         if (threading.get_ident() == here) == (where == "this thread"):
             failed.set()
             raise error("it failed")
@@ -47,7 +48,7 @@ def test_after_an_error_no_further_step_begins(error, where):
             yield
 
     with pytest.raises(error, match="it failed"):
-        in_threads([job(), job(), steps(begun, "later")], 2)
+        in_threads([*[job() for _ in range(threads)], steps(begun, "later")], threads)
     count = len(begun)
     assert "later" not in begun
     time.sleep(0.05)
