@@ -74,6 +74,9 @@ def convert(
         msg = f"convert: {why}, and {printable(str(source))} has {what} at\n  {_listed(dropped)}\n{remedy}"
         raise CheckpointError(msg)
     kept = [entry for entry in chosen if entry.key not in set(dropped)]
+    if dropped and not kept:
+        what = f"convert: nothing is left to write, since these were dropped:\n  {_listed(dropped)}"
+        raise CheckpointError(f"{what}\nChoose others with --match, or another format.")
     tree = checkpoint.tree
     if kept and len(kept) < len(entries_of(tree)):
         tree = select(tree, selection(kept))

@@ -15,7 +15,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 - ``saved_structure``: a ``TreeSpec`` as text, and back.
 - ``data_writer``: the files that a rank writes, or links where they hold that already.
 - ``stored_directory``: directories as a format of ``statetree.files``; ``stored_parts``: leaves saved in parts.
-- ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files.
+- ``file_manifest``, ``metadata``, ``metadata_pickle``, ``data_files``: what is known and checked of the files.
 - ``groups``: the ranks, what they decide together, and their errors.
 """
 

@@ -1,25 +1,20 @@
-"""DCP's metadata, read from a file that nobody vouches for.
-
-DCP pickles its metadata, and unpickling can run any code, or crash. Here what is pickled becomes plain data of checked
-arguments; names of other classes than metadata consists of are refused.
-"""
+"""A checkpoint's metadata and manifest, read and compared with the files that they tell of."""
 
 from __future__ import annotations
 
 import math
-import reprlib
 from itertools import pairwise
-from operator import add, le
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar, cast
+from operator import le
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-import torch
-
-from statetree.chunks.boxes import Box, whole_box
-from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
+from statetree.chunks.boxes import whole_box
+from statetree.dcp.file_manifest import MANIFEST, FileManifest, Index, Stored, read_manifest, regular_bytes
+from statetree.dcp.metadata_pickle import DTYPES, LARGEST, Described, StoredEntry, box_of, read_metadata
+from statetree.declare import without_collections
 from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.pickled_tensors import size_of
 from statetree.files.remote import RemotePath
-from statetree.files.unpickling import BadPickle, Known, read_pickle
+from statetree.files.unpickling import BadPickle
 from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
@@ -27,37 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from statetree.dcp.file_manifest import ManifestFile
-
 METADATA: Final = ".metadata"
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES: Final = 2 << 30
 _MAX_TOLD: Final = 1000
-_LARGEST: Final = 2**62
 #: In how many folders on a server a checkpoint is looked for: each is a request.
 _MOST_ASKED: Final = 100
 
-T = TypeVar("T")
 
-
-class StoredEntry(NamedTuple):
-    """A tensor of a checkpoint: its dtype and shape, and the boxes that it is stored in. A plain value has no dtype."""
-
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    boxes: tuple[Box, ...] = ()
-
-
-class Described(NamedTuple):
-    """What a checkpoint holds, and where."""
-
-    entries: dict[str, StoredEntry]
-    pieces: dict[Index, Stored]
-    paths: dict[str, tuple[str | int, ...]]  # how DCP nests entries
-    save: str | None  # which left a manifest, if one did
-    files: Mapping[str, ManifestFile] | None = None  # what that lists
-
-
+@without_collections
 def read_described(directory: Path, *, verify: bool) -> Described:
     """Read a directory's metadata, without running code in them, and the manifest if the save that they name left one.
 
@@ -101,8 +73,8 @@ def _listed(manifest: FileManifest) -> Described:
 
 def _listed_tensor(dtype: Any, shape: Any, *boxes: Any) -> StoredEntry:
     size = size_of(shape)
-    found = tuple([_box(size_of(start), size_of(sizes)) for start, sizes in boxes]) or (whole_box(size),)
-    return StoredEntry(_DTYPES[dtype], size, found)
+    found = tuple([box_of(size_of(start), size_of(sizes)) for start, sizes in boxes]) or (whole_box(size),)
+    return StoredEntry(DTYPES[dtype], size, found)
 
 
 def _has_listed_files(directory: Path, found: Described, manifest: FileManifest) -> bool:
@@ -133,7 +105,7 @@ def _content(directory: Path) -> bytes:
 
 def _parsed(directory: Path, data: bytes) -> Described:
     try:
-        found = _of(Described, read_pickle(data, _known)[0])
+        found = read_metadata(data)
         _check_pieces(directory, found)
     except BadPickle as bad:
         raise CheckpointError(
@@ -170,96 +142,6 @@ def _checkpoints_in(directory: Path) -> list[str]:
     return found
 
 
-def _of(cls: type[T], value: Any) -> T:
-    """Return a value that must be of a class."""
-    if type(value) is not cls:
-        raise BadPickle(f"expected a {cls.__name__}, got a {type(value).__name__}")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise BadPickle(f"expected an offset or a length, got {reprlib.repr(value)}")
-    return value
-
-
-def _chunk(state: Any) -> Box:
-    return _box(_of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"]))
-
-
-def _box(start: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-    if len(start) != len(sizes):
-        raise BadPickle(f"a piece lies at {tuple(start)} with the size {tuple(sizes)}")
-    return Box(tuple(start), (*map(add, start, sizes),))
-
-
-def _tensor(state: Any) -> StoredEntry:
-    dtype = _of(torch.dtype, state["properties"])
-    boxes = tuple([_of(Box, chunk) for chunk in _of(list, state["chunks"])])
-    return StoredEntry(dtype, tuple(_of(torch.Size, state["size"])), boxes)
-
-
-def _index(state: Any) -> Index:
-    offset = state.get("offset")
-    return Index(_of(str, state["fqn"]), None if offset is None else tuple(_of(torch.Size, offset)))
-
-
-def _stored(state: Any) -> Stored:
-    if state.get("transform_descriptors"):
-        remedy = "Load it with torch.distributed.checkpoint, and save it again"
-        raise BadPickle(f"it is transformed (compressed, say): expected plain files. {remedy}")
-    return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
-
-
-def _metadata(state: Any) -> Described:
-    entries, pieces = _of(dict, state["state_dict_metadata"]), _of(dict, state["storage_data"])
-    for key, entry in entries.items():
-        _of(str, key)
-        _of(StoredEntry, entry)
-    for index, piece in pieces.items():
-        _of(Index, index)
-        _of(Stored, piece)
-    given, name = state.get("planner_data"), state.get("storage_meta")
-    is_ours = isinstance(name, str) and name.startswith(ID_PREFIX)
-    paths = {
-        key: path
-        for key, path in (given.items() if type(given) is dict else ())
-        if type(key) is str and type(path) is tuple and path and all(type(step) in (str, int) for step in path)
-    }
-    return Described(entries, pieces, paths, name.removeprefix(ID_PREFIX) if is_ours else None)
-
-
-_DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-#: What is not read here: layouts, memory formats, where the checkpoint was.
-_IGNORED: Final = Known(lambda *_: None)
-#: What torch 2.11 to 2.15 pickle as metadata.
-_KNOWN: Final[dict[str, Known]] = {
-    **{name: Known(value=dtype) for name, dtype in _DTYPES.items()},
-    "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
-    "torch.serialization._get_layout": _IGNORED,
-    f"{_METADATA}._MEM_FORMAT_ENCODING": _IGNORED,
-    f"{_METADATA}.BytesStorageMetadata": Known(lambda: StoredEntry()),  # which takes nothing from a file
-    f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
-    f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
-    f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),
-    f"{_METADATA}.StorageMeta": Known(lambda state: state.get("save_id"), takes_state=True),
-    f"{_METADATA}.TensorProperties": Known(lambda state: _of(tuple, state)[0], takes_state=True),
-    f"{_METADATA}.TensorStorageMetadata": Known(_tensor, takes_state=True),
-    "torch.distributed.checkpoint.filesystem._StorageInfo": Known(_stored, takes_state=True),
-    **{
-        f"{module}.{name}": _IGNORED
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
-}
-
-
-def _known(name: str) -> Known:
-    if name not in _KNOWN:
-        raise BadPickle(f"it refers to {name}, which metadata does not consist of")
-    return _KNOWN[name]
-
-
 def _check_pieces(directory: Path, found: Described) -> None:
     """Raise ``BadPickle`` unless all pieces are stored, inside of their tensor and their file, and apart.
 
@@ -293,7 +175,7 @@ def _check_entry(key: str, entry: StoredEntry, pieces: Mapping[Index, Stored]) -
         if Index(key, None) not in pieces:
             raise BadPickle(f"it does not say where {key} is stored")
         return
-    if math.prod(entry.shape) * entry.dtype.itemsize > _LARGEST:
+    if math.prod(entry.shape) * entry.dtype.itemsize > LARGEST:
         raise BadPickle(f"{key} has the impossible size {entry.shape}")
     for box in entry.boxes:
         if len(box.stop) != len(entry.shape) or not all(map(le, box.stop, entry.shape)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
-from statetree.dcp.metadata import StoredEntry
+from statetree.dcp.metadata_pickle import StoredEntry
 from statetree.errors import CheckpointError, shown
 from statetree.files.key_texts import shown_key
 from statetree.key_paths import Path

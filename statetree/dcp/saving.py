@@ -29,7 +29,7 @@ from statetree.chunks.local import LocalChunks
 from statetree.dcp.data_writer import DataWriter, Piece
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
 from statetree.dcp.groups import checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
-from statetree.dcp.metadata import METADATA, StoredEntry
+from statetree.dcp.metadata import METADATA
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.save_plan import Holdings, check_alike, check_keys, differing_values, planned
 from statetree.dcp.saved_structure import SavedEntry, Structure
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.dcp.metadata_pickle import StoredEntry
     from statetree.files.stored import StoredTensor
     from statetree.tree.spec import TreeSpec
 

@@ -56,9 +56,11 @@ class Destination(ABC):
         source: The tree.
         leaves: The leaves of the result, in the order of the source's.
         manifests: Trees that say where elements go, if any do: the ranks have to agree on these, too.
+        own: The tree whose elements this rank reads, where another rank described the source.
     """
 
     manifests: Sequence[Manifest] = ()
+    own: Manifest | None = None
 
     def __init__(self, source: Manifest, leaves: list[Any]) -> None:
         self.source = source

@@ -248,9 +248,10 @@ class Exchange(Call):
             self.executor.before_each(partial(target.check_values, source))
         preparation = self._preparation
         if preparation is not None:
-            if source is not None:
-                preparation.refuse_copies(source.spec, source.leaves, target.returned())
-                preparation.hold(source.spec, source.leaves, target.read())
+            given = source or target.own
+            if given is not None:
+                preparation.refuse_copies(given.spec, given.leaves, target.returned())
+                preparation.hold(given.spec, given.leaves, target.read())
             for manifest in [source, *target.manifests]:
                 if manifest is not None and manifest.recipes:  # of divided leaves, what ranks hold alike is compared
                     preparation.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)

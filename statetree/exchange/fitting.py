@@ -10,7 +10,7 @@ from statetree.exchange.consensus import Entry
 from statetree.exchange.transfers import as_sendable
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_cuttable
-from statetree.leaves.casting import castable, out_of_range
+from statetree.leaves.casting import castable, is_castable, out_of_range
 from statetree.leaves.parts import unpack
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
@@ -39,7 +39,9 @@ def raise_differences(verb: str, differences: Sequence[Difference], remedy: str 
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
         kinds = {difference.kind for difference in differences}
-        known = {frozenset({"dtype"}): _CAST_REMEDY, frozenset({"missing"}): _STRICT_REMEDY}
+        known = {frozenset({"missing"}): _STRICT_REMEDY}
+        if any(map(is_castable, differences)):
+            known[frozenset({"dtype"})] = _CAST_REMEDY
         raise TreeMismatch.between(verb, differences, remedy or known.get(frozenset(kinds), _REMEDY))
 
 

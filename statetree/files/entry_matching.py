@@ -11,8 +11,9 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.files.checkpoint import is_entry
 from statetree.files.key_texts import is_readable, key_text
 from statetree.key_paths import Path, exactly
-from statetree.leaves.casting import castable
+from statetree.leaves.casting import is_castable
 from statetree.leaves.ties import view_key
+from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def matched_entries(
         lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]
         inside = {i for i in lists for name in theirs.names if name.startswith(f"{ours.names[i]}.")}
         found.update((i, type(leaves[i])()) for i in lists if i not in inside)
+    if not strict:  # a HOLE counts as a leaf that is not there
+        found = {index: value for index, value in found.items() if (value is HOLE) is (leaves[index] is HOLE)}
     wanted = range(len(leaves)) if chosen is None else chosen
     if strict:
         missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
@@ -185,6 +188,6 @@ def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY) -> None
         return
     if any(found.kind == "missing" for found in differences):
         remedy += " With strict=False, what one side lacks is left alone."
-    if any(found.kind == "dtype" and castable(found.left, found.right) for found in differences):
+    if any(map(is_castable, differences)):
         remedy += " With cast=True, dtypes are converted."
     raise TreeMismatch.between("load", differences, remedy)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from statetree.spans.bits import cut
 from statetree.torch_internals import WITHOUT_KERNELS, resolved
+
+if TYPE_CHECKING:
+    from statetree.errors import Difference
 
 #: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
 _UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
@@ -17,6 +20,12 @@ _UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_
 RANGE_REMEDY: Final = "Choose a dtype with a larger range, or clamp the values first."
 #: How many elements are looked at at a time.
 _PIECE: Final = 1 << 18
+
+
+def is_castable(found: Difference) -> bool:
+    """Whether ``cast=True`` would do away with a difference, of which the source is left."""
+    dtypes = found.left, found.right
+    return found.kind == "dtype" and all(isinstance(dtype, torch.dtype) for dtype in dtypes) and castable(*dtypes)
 
 
 def castable(source: torch.dtype, target: torch.dtype) -> bool:

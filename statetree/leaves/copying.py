@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import IN_A_FILE, is_stored, is_value, materialized
-from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
+from statetree.leaves.casting import RANGE_REMEDY, castable, is_castable, out_of_range
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import ObjectTies, object_ties, view_key
@@ -70,9 +70,11 @@ def prepared_copy(
 def _refusal(verb: str, differences: Sequence[Difference], pairing: LeafPairing) -> TreeMismatch:
     kinds = {difference.kind for difference in differences}
     classes = {(found.left, found.right) for found in differences if found.kind == "leaf type"}
+    would_help = any(map(is_castable, differences))
     remedies = {
         "Nothing was written.": not kinds <= {"dtype"},
-        "Convert the source, or pass cast=True where no precision that matters is lost.": "dtype" in kinds,
+        "Convert the source, or pass cast=True where no precision that matters is lost.": would_help,
+        "Convert the source.": "dtype" in kinds and not would_help,
         "Pass strict=False to copy what both trees have.": "missing" in kinds and not pairing.missing,
         RANGE_REMEDY: kinds <= {"range"},
         "Load what shall be written, and save it afterwards.": any(found.right == IN_A_FILE for found in differences),

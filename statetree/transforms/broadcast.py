@@ -104,7 +104,7 @@ class _SameLayouts(Destination):
 
     def __init__(self, source: Manifest, own: Manifest | None, run: Exchange) -> None:
         super().__init__(source, list(source.leaves))
-        self._own, self._rank, self._src = own, run.group.rank, run.options["src"]
+        self.own, self._rank, self._src = own, run.group.rank, run.options["src"]
         self._made: Manifest | None = None
         assert source.received is not None
         if not source.chunks:
@@ -127,10 +127,10 @@ class _SameLayouts(Destination):
     def _moving(self, *, partial: bool) -> list[Transfer]:
         """Return how this rank's leaves move: those of which ranks hold partials, or the others."""
         found: list[Transfer] = []
-        if self._own is None or self._made is None:
+        if self.own is None or self._made is None:
             return found
-        for index in self._own.moving():
-            layout, held, made = self._layouts[index], self._own.chunks[index], self._made.chunks[index]
+        for index in self.own.moving():
+            layout, held, made = self._layouts[index], self.own.chunks[index], self._made.chunks[index]
             if (held.partials is not None) == partial:
                 origin = layout if partial else held_for_all(layout, self._src)
                 given = Chunked(origin, sendable_pieces(held, origin, self._rank))
@@ -157,8 +157,8 @@ class _SameLayouts(Destination):
 
     def read(self) -> Iterable[int]:
         """Return this rank's distributed leaves."""
-        return () if self._own is None else self._own.chunks
+        return () if self.own is None else self.own.chunks
 
     def finish(self) -> Any:
         """Return the resulting tree."""
-        return self.source.lift(self.leaves, {} if self._own is None else self._own.recipes)
+        return self.source.lift(self.leaves, {} if self.own is None else self.own.recipes)

@@ -389,6 +389,16 @@ def test_values_are_refused_by_safetensors_unless_dropped(tmp_path, statetree):
     assert set(load(tmp_path / "b.safetensors")) == {"w"}
 
 
+@pytest.mark.parametrize("name", ["b.pt", "b", "b.safetensors"])
+@pytest.mark.parametrize("match", [["--match", "config"], []])
+def test_nothing_else_is_written_where_all_is_dropped(match, name, tmp_path, statetree):
+    state = {"secret": bits(2)} if match else {}
+    source = write({**state, "config": torch.nn.ReLU()}, tmp_path / "a.ckpt")
+    ran = statetree("convert", "--drop-values", *match, source, tmp_path / name)
+    assert (ran.status, "nothing is left to write, since these were dropped:\n  config\n" in ran.err) == (2, True)
+    assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("name", ["b.pt", "b"])
 def test_unknown_classes_are_refused_unless_dropped(name, tmp_path, statetree):
     source = write({"w": bits(2), "config": {"a": torch.nn.ReLU(), "b": 1}}, tmp_path / "a.ckpt")

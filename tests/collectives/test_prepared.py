@@ -230,6 +230,7 @@ def move_away(path, verb):
         "reshard": (statetree.reshard, (tree, like), {"in_place": True}),
         "distribute": (statetree.distribute, (full if rank else None, tree), {"src": 1, "in_place": True}),
         "broadcast": (statetree.broadcast, (tree,), {"src": 1}),
+        "broadcast from another": (statetree.broadcast, (tree,), {"src": 0}),
     }
     call, args, options = calls[verb]
     sync = statetree.prepare(call, *args, **options)
@@ -251,6 +252,11 @@ def move_away(path, verb):
 @pytest.mark.parametrize("path", BROKEN)
 def test_all_ranks_hear_of_a_tensor_that_is_elsewhere(path, verb):
     run_ranks(2, move_away, path, verb)
+
+
+@pytest.mark.parametrize("path", ["again|weight", "weight|again", "transposed"])
+def test_and_of_one_that_a_broadcast_reads_beside_the_source(path):
+    run_ranks(2, move_away, path, "broadcast from another")
 
 
 def close_and_call():

@@ -14,10 +14,12 @@ import time
 import zipfile
 import zlib
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import statetree
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp import file_manifest, metadata, state_entries
+from statetree.dcp import file_manifest, metadata, metadata_pickle, state_entries
 from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
@@ -106,13 +108,20 @@ def test_other_pickles_are_refused(pickled, checkpoint):
     assert not hasattr(Metadata, "x")
 
 
+CLASSES = [known for known in metadata_pickle._KNOWN.values() if isinstance(known, type)]
+
+
 def test_classes_cannot_be_changed(checkpoint):
+    before = [{**vars(cls)} for cls in CLASSES]
     forged = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'forged'\nI1\nstb."
     (checkpoint / ".metadata").write_bytes(forged)
     refused(checkpoint, "metadata of the checkpoint")
     assert not hasattr(Metadata, "forged")
-    (checkpoint / ".metadata").write_bytes(b"ctorch\nSize\n(N(dS'forged'\nI1\nstb.")
-    refused(checkpoint, "metadata of the checkpoint")
+    for name in metadata_pickle._KNOWN:
+        module, _, own = name.rpartition(".")
+        (checkpoint / ".metadata").write_bytes(f"c{module}\n{own}\n(N(dS'forged'\nI1\nstb.".encode())
+        refused(checkpoint, "metadata of the checkpoint")
+    assert [{**vars(cls)} for cls in CLASSES] == before
 
 
 def shared(levels):
@@ -134,15 +143,38 @@ for checkpoint in sys.argv[1:]:
 """
 
 BOMBS = {
-    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "nested too deeply"),
-    "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "expected a Described, got a tuple"),
-    "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "does not hold"),
-    "shared lists": (lambda: shared(60), "expected a Described, got a list"),
+    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "expected a Metadata, got a dict"),
+    "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "expected a Metadata, got a tuple"),
+    "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "at byte 2, which metadata do not need"),
+    "shared lists": (lambda: shared(60), "expected a Metadata, got a list"),
     "long sizes": (
         lambda: b"\x80\x04ctorch\nSize\n\x94(" + b"K\x01" * 100_000 + b"t\x85\x94" + b"h\x00h\x01R" * 50_000 + b".",
-        "something else where a size is expected",
+        "expected a Metadata, got a tuple",
     ),
 }
+
+
+BOMBS |= {
+    f"the instruction {code}": (partial(b"\x80\x04%b.".__mod__, code), "at byte 2, which metadata do not need")
+    for code in (
+        b"r\xff\xff\xff\x7f",
+        b"\x96" + b"\xff" * 4 + b"\0" * 4,
+        b"p3000000000\n",
+        b"B\xff\xff\xff\x7f",
+        b"\x82\x01",
+        b"P1\n",
+    )
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_of_any_protocol_are_read(protocol, tmp_path):
+    state = {f"{'long' * 100}.{index}": torch.tensor([index]) for index in range(300)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
+    assert statetree.similarity(statetree.load(tmp_path), state)
 
 
 QUICK_BOMBS = ["a deep key", "shared lists"]  # in one process, which takes longer to start than to load
@@ -496,7 +528,7 @@ def test_what_is_shared_without_end_is_not_shown(checkpoint):
         metadata.state_dict_metadata["w"].properties = deep
 
     change(checkpoint, edit)
-    refused(checkpoint, "expected a dtype, got a list")
+    refused(checkpoint, "expected a TensorProperties, got a list")
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(checkpoint):

@@ -1,5 +1,6 @@
 """Properties that are computed once, without a lock; phases in the profiler and in the log."""
 
+import gc
 import logging
 import os
 import pathlib
@@ -15,7 +16,7 @@ import torch
 
 import statetree
 import statetree as st
-from statetree.declare import cached_property, phase
+from statetree.declare import cached_property, phase, without_collections
 from tests.pace import units
 
 
@@ -72,6 +73,49 @@ def test_no_module_uses_the_one_that_locks():
     sources = [path.read_text() for path in pathlib.Path(statetree.__file__).parent.rglob("*.py")]
     assert len(sources) > 100
     assert not any(re.search(r"functools import.*cached_property|functools\.cached_property", text) for text in sources)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_put_off_and_left_as_they_were(enabled):
+    @without_collections
+    def fail():
+        assert not gc.isenabled()
+        nested()
+        assert not gc.isenabled()
+        raise KeyError("a")
+
+    nested = without_collections(lambda: None)
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        with pytest.raises(KeyError, match="a"):
+            fail()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_forked_while_a_thread_puts_collections_off_collects():
+    begun, ended = threading.Event(), threading.Event()
+
+    @without_collections
+    def wait():
+        begun.set()
+        ended.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        child = os.fork()
+    if not child:
+        os._exit(int(gc.isenabled()))
+    ended.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert gc.isenabled()
 
 
 def test_a_phase_is_nothing_unless_somebody_watches():

@@ -82,6 +82,18 @@ def test_flat_files_fill_nested_states(tmp_path):
     assert_trees_equal(st.load(path, like), expected)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_holes_are_left_alone_without_strict(name, in_place, tmp_path):
+    state = {"a": bits(2), "b": {"c": bits(3), "d": bits(1)}}
+    path = tmp_path / name
+    st.save(state, path)
+    like = st.partition(st.allocate_like(state), "a")[0]
+    assert_trees_equal(st.load(path, like, strict=False, in_place=in_place), st.partition(state, "a")[0])
+    with pytest.raises(TreeMismatch, match="leaf type differs"):
+        st.load(path, like, in_place=in_place)
+
+
 def test_ties_of_like_are_kept_if_the_file_agrees(tmp_path):
     path = write(tied_state(), tmp_path / "a.pt")
     assert_trees_equal(st.load(path, tied_state()), tied_state())

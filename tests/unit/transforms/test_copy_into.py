@@ -983,6 +983,15 @@ def test_casts_that_are_never_allowed(source, target):
     )
 
 
+@pytest.mark.parametrize(("source", "helps"), [(torch.float64, True), (torch.int64, False), (torch.complex64, False)])
+@pytest.mark.parametrize("verb", [st.copy_into, st.reshard])
+def test_a_cast_is_advised_where_it_would_help(verb, source, helps):
+    for cast in (False, True)[: 1 if helps else 2]:
+        with pytest.raises(st.TreeMismatch, match="dtype differs at 0") as refusal:
+            verb([torch.zeros(2, dtype=source)], [torch.zeros(2)], cast=cast)
+        assert ("cast=True" in str(refusal.value)) == helps
+
+
 def test_three_hundred_does_not_fit_into_a_byte():
     dst = torch.zeros(1, dtype=torch.int8)
     refused([torch.tensor([300.0])], [dst], "dtype differs at 0: expected torch.int8, got torch.float32", cast=True)

@@ -1,0 +1,213 @@
+"""What torch pickles as a checkpoint's metadata, read without torch's classes: from a file that nobody vouches for.
+
+Unpickling can run any code, or crash. Here the unpickler in C reads (ten thousand tensors are a million and a half
+instructions), but each name stands for a class of this file that does nothing, for a dtype, or for a builtin that makes
+plain values. So what comes out is plain data, and is checked here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import reprlib
+from operator import add
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.dcp.file_manifest import ID_PREFIX, Index, Stored
+from statetree.errors import unsignalled
+from statetree.files.pickled_tensors import size_of
+from statetree.files.unpickling import BadPickle
+from statetree.files.untrusted import on_deep_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from statetree.dcp.file_manifest import ManifestFile
+
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+#: No offset or length is larger.
+LARGEST: Final = 2**62
+
+T = TypeVar("T")
+
+
+class StoredEntry(NamedTuple):
+    """A tensor of a checkpoint: its dtype and shape, and the boxes that it is stored in. A plain value has no dtype."""
+
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    boxes: tuple[Box, ...] = ()
+
+
+class Described(NamedTuple):
+    """What a checkpoint holds, and where."""
+
+    entries: dict[str, StoredEntry]
+    pieces: dict[Index, Stored]
+    paths: dict[str, tuple[str | int, ...]]  # how DCP nests entries
+    save: str | None  # which left a manifest, if one did
+    files: Mapping[str, ManifestFile] | None = None  # what that lists
+
+
+class _Sealed(type):
+    """The class of classes that a pickle cannot change, though it may set attributes of what is on its stack."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise BadPickle(f"it sets {name!r} of a class")
+
+
+class _Object(metaclass=_Sealed):
+    """What stands for an object of a class of torch's: attributes, which mean nothing to Python."""
+
+
+def _stand_in(name: str, **methods: Callable[..., Any]) -> type[_Object]:
+    return cast("type[_Object]", _Sealed(name, (_Object,), methods))
+
+
+def _keep(properties: _Object, values: Any) -> None:
+    vars(properties)["values"] = values  # torch's class pickles a tuple
+
+
+_Bytes: Final = _stand_in("BytesStorageMetadata")
+_Chunk: Final = _stand_in("ChunkStorageMetadata")
+_Metadata: Final = _stand_in("Metadata")
+_Index: Final = _stand_in("MetadataIndex")
+_SaveMeta: Final = _stand_in("StorageMeta")
+_Tensor: Final = _stand_in("TensorStorageMetadata")
+_Piece: Final = _stand_in("_StorageInfo")
+_Properties: Final = _stand_in("TensorProperties", __setstate__=_keep)
+#: Layouts, memory formats, where the checkpoint was.
+_Ignored: Final = _stand_in("Ignored", __new__=lambda cls, *_: object.__new__(cls))
+DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+#: What torch 2.11 to 2.15 pickle as metadata.
+_KNOWN: Final[dict[str, Any]] = {
+    **DTYPES,
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": _Ignored,
+    f"{_MODULE}._MEM_FORMAT_ENCODING": _Ignored,
+    **{
+        f"{_MODULE}.{cls.__name__}": cls for cls in (_Bytes, _Chunk, _Metadata, _Index, _Properties, _SaveMeta, _Tensor)
+    },
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _Piece,
+    **{
+        f"{module}.{name}": _Ignored
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+#: Instructions of pickles that take about as much memory as they are long. Those that are left out can take any amount
+#: (places for what is referred to later, say): one flipped bit could end the process.
+_HARMLESS: Final = re.compile(
+    rb"(?:[(.012Nabdelstu)}\]R\x81\x85-\x89\x8f-\x91\x93\x94]++|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}|[SV][^\n]*\n|[ILFg][^\n]{0,99}\n"
+    rb"|c[^\n]*\n[^\n]*\n|p\d{1,6}\n|[UC\x8a\x8c](?:%b))*+"
+    % b"|".join([re.escape(bytes([length])) + b".{%d}" % length for length in range(256)]),
+    re.DOTALL,
+)
+#: Texts and bytes of any length, and what is referred to later: each has a number of four bytes.
+_NUMBERED: Final = (pickle.BINUNICODE, pickle.BINBYTES, pickle.BINSTRING, pickle.LONG_BINPUT)
+
+
+def _check_instructions(data: bytes) -> None:
+    """Raise ``BadPickle`` if a pickle has an instruction that may take much more memory than it is long."""
+    end = 0
+    while (end := _HARMLESS.match(data, end).end()) < len(data):  # type: ignore[union-attr]  # it matches nothing, too
+        code, number = data[end : end + 1], int.from_bytes(data[end + 1 : end + 5], "little")
+        if code not in _NUMBERED or number > len(data):
+            raise BadPickle(f"it has the instruction {code!r} at byte {end}, which metadata do not need")
+        end += 5 if code == pickle.LONG_BINPUT else 5 + number
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in _KNOWN:
+            raise BadPickle(f"it refers to {full}, which metadata does not consist of")
+        return _KNOWN[full]
+
+
+def read_metadata(data: bytes) -> Described:
+    """Return what pickled metadata say. Raises ``BadPickle`` if they are something else."""
+    _check_instructions(data)
+    # Tuples that are keys are hashed by C code which calls itself for each that lies in another one.
+    levels = sum(map(data.count, (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)))
+    try:
+        found = on_deep_stack(levels, _MetadataUnpickler(io.BytesIO(data)).load)
+        return _described(found)
+    except BadPickle:
+        raise
+    except MemoryError as error:
+        raise BadPickle(f"it takes more memory than there is ({error})") from None
+    except unsignalled(IndexError, KeyError, EOFError, pickle.UnpicklingError):
+        raise BadPickle("it is cut off, or refers to what it does not hold") from None
+    except unsignalled(Exception) as error:  # functions are given anything
+        raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
+
+
+def _of(cls: type[T], value: Any) -> T:
+    """Return a value that must be of a class."""
+    if type(value) is not cls:
+        raise BadPickle(f"expected a {cls.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def _state(cls: type[_Object], value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that must be of a class."""
+    return vars(_of(cls, value))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise BadPickle(f"expected an offset or a length, got {reprlib.repr(value)}")
+    return value
+
+
+def box_of(start: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Return the box of a piece. Raises ``BadPickle`` if there is none."""
+    if len(start) != len(sizes):
+        raise BadPickle(f"a piece lies at {start} with the size {sizes}")
+    return Box(start, (*map(add, start, sizes),))
+
+
+def _described(found: Any) -> Described:
+    state = _state(_Metadata, found)
+    given, meta = state.get("planner_data"), state.get("storage_meta")
+    name = vars(meta).get("save_id") if type(meta) is _SaveMeta else None
+    save = name.removeprefix(ID_PREFIX) if isinstance(name, str) and name.startswith(ID_PREFIX) else None
+    paths = {
+        key: path
+        for key, path in (given.items() if type(given) is dict else ())
+        if type(key) is str and type(path) is tuple and path and all(type(step) in (str, int) for step in path)
+    }
+    entries = {_of(str, key): _entry(entry) for key, entry in _of(dict, state["state_dict_metadata"]).items()}
+    pieces = {_index(index): _stored(piece) for index, piece in _of(dict, state["storage_data"]).items()}
+    return Described(entries, pieces, paths, save)
+
+
+def _entry(value: Any) -> StoredEntry:
+    if type(value) is _Bytes:
+        return StoredEntry()
+    state = _state(_Tensor, value)
+    dtype = _of(torch.dtype, _of(tuple, _state(_Properties, state["properties"])["values"])[0])
+    chunks = [_state(_Chunk, chunk) for chunk in _of(list, state["chunks"])]
+    boxes = [box_of(size_of(chunk["offsets"]), size_of(chunk["sizes"])) for chunk in chunks]
+    return StoredEntry(dtype, size_of(state["size"]), tuple(boxes))
+
+
+def _index(value: Any) -> Index:
+    state = _state(_Index, value)
+    offset = state.get("offset")
+    return Index(_of(str, state["fqn"]), None if offset is None else size_of(offset))
+
+
+def _stored(value: Any) -> Stored:
+    state = _state(_Piece, value)
+    if state.get("transform_descriptors"):
+        remedy = "Load it with torch.distributed.checkpoint, and save it again"
+        raise BadPickle(f"it is transformed (compressed, say): expected plain files. {remedy}")
+    return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
