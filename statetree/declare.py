@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, Final, Generic, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
@@ -68,28 +68,38 @@ def is_collective(step: Callable[..., Any]) -> bool:
     return alone is not None and not alone(getattr(step, "keywords", {}))
 
 
-#: Of functions that run without collections, in any thread: whether there had been some.
-_WERE_ENABLED: Final[list[bool]] = []
+class _WithoutCollections(ContextDecorator):
+    """Puts garbage collections off in a block, or in a function, that makes many objects which stay, and ends soon.
 
-
-def without_collections(function: F) -> F:
-    """Declare that a function makes many objects, none in cycles, and calls no code of users (a decorator).
-
-    Python looks for cycles whenever so many objects were made. In a process that holds a whole training job this takes
-    longer than the function itself: it is put off until the function ends.
+    Python looks for cycles whenever so many objects were made, and looks at all that there are: in a process that holds
+    a training job, that takes longer than what makes them. In other threads than the main one nothing is put off, since
+    the program goes on beside them, and may make cycles that hold memory.
     """
 
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _WERE_ENABLED.append(gc.isenabled())
-        gc.disable()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if _WERE_ENABLED.pop():
-                gc.enable()
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, bool]] = []  # those that run: in which thread, and whether there were collections
 
-    return cast("F", run)
+    def __enter__(self) -> None:
+        if _is_main():
+            self.blocks.append((threading.get_ident(), gc.isenabled()))
+            gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if _is_main() and self.blocks.pop()[1]:
+            gc.enable()
+
+    def renew(self) -> None:
+        """Collect in a forked process, if the thread that had put it off is not there."""
+        if self.blocks and self.blocks[0][0] != threading.get_ident():
+            self.blocks.clear()
+            gc.enable()
+
+
+def _is_main() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+without_collections: Final = _WithoutCollections()
 
 
 class cached_property(Generic[T]):
@@ -148,9 +158,7 @@ def renew_after_fork(obj: T, renew: Callable[[T], None]) -> None:
 
 
 def _renew_all() -> None:
-    if any(_WERE_ENABLED):  # in a thread that the child does not have
-        gc.enable()
-    _WERE_ENABLED.clear()
+    without_collections.renew()
     for obj, renew in list(_RENEWED.items()):
         renew(obj)
 

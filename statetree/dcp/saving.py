@@ -43,6 +43,7 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
+from statetree.declare import without_collections
 from statetree.errors import UnsupportedLeaf, check_now, shown, unsignalled, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.dcp.metadata_pickle import StoredEntry
+    from statetree.dcp.state_entries import StateEntry
     from statetree.files.stored import StoredTensor
     from statetree.tree.spec import TreeSpec
 
@@ -176,8 +178,11 @@ class StateSave:
         on_all(partial(self._finish, written))
 
     def _describe(self) -> Holdings:
+        return self._hold(*entries_of(self._state(), verb="save"))
+
+    @without_collections
+    def _hold(self, spec: TreeSpec, entries: Sequence[StateEntry], texts: Mapping[Path, str]) -> Holdings:
         ranks = ranks_of("save", self._group)
-        spec, entries, texts = entries_of(self._state(), verb="save")
         taken = {entry.key for entry in entries}
         sums = assumed_sums([entry.value for entry in entries])
         self._told.divided.update({(*map(key_text, path),): text for path, text in texts.items()})
@@ -250,6 +255,7 @@ class StateSave:
             self._told.pieces[index] = box
             self._held[index] = Piece(pieces, number, prod(box.sizes) * tensor.dtype.itemsize)
 
+    @without_collections
     def _plan(self, told: list[Holdings]) -> list[tuple[str, list[Index]]]:
         """On the first rank: tell each the save's id and which pieces it writes, and take old metadata away."""
         if not told:
@@ -281,6 +287,7 @@ class StateSave:
         check_now()  # the files that elements came from: what is not whole gets no metadata
         return writer.files
 
+    @without_collections
     def _finish(self, written: list[dict[str, ManifestFile]]) -> None:
         """On the first rank: write the manifest, then the metadata, and wait until all names are on the disk."""
         if not written:

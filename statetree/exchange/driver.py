@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from statetree.declare import phase
+from statetree.declare import phase, without_collections
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
@@ -124,7 +124,7 @@ class Exchange(Call):
         replicas = None if written else self.options.get("replicas", "check")
         options = {"complete": complete, "written": written, "every": every}
         options["unread"] = unread and not union and self._preparation is None
-        with phase(f"{self.verb}.describe"):
+        with phase(f"{self.verb}.describe"), without_collections:
             found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
             for piece in [piece for chunks in found.chunks.values() for piece in chunks.memory]:
@@ -135,6 +135,7 @@ class Exchange(Call):
             unite(self, found)
         return found
 
+    @without_collections
     def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:
         """Make fresh tensors for a tree's distributed leaves: on each rank the box that a rule gives it.
 
@@ -146,6 +147,7 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
+    @without_collections
     def destination_like(self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
@@ -327,6 +329,7 @@ class Exchange(Call):
         received = Received(own, pending, layouts, key, device, consensus.reads)
         return manifest_of(self.verb, src, description, leaves, received)
 
+    @without_collections
     def _planned(
         self,
         source: Manifest,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.declare import phase
+from statetree.declare import phase, without_collections
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
@@ -147,6 +147,7 @@ def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: Lo
     """Do as ``load``."""
     job = _Whole(options) if like is None else _Filled(like, options, ranks)
 
+    @without_collections
     def plan() -> None:
         checkpoint = opened(path, skip_foreign=True, verify=options.verify, weights_only=options.weights_only)
         for file in checkpoint.files.paths:

@@ -96,26 +96,40 @@ def test_collections_are_put_off_and_left_as_they_were(enabled):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_forked_while_a_thread_puts_collections_off_collects():
-    begun, ended = threading.Event(), threading.Event()
+@pytest.mark.parametrize("by", ["another", "main"])
+def test_a_child_forked_while_collections_are_put_off_collects_if_they_would_stay_so(by):
+    found = []
 
-    @without_collections
-    def wait():
-        begun.set()
-        ended.wait()
+    def fork():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are threads
+            child = os.fork()
+        if not child:
+            os._exit(int(gc.isenabled()))
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    begun.wait()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are threads
-        child = os.fork()
-    if not child:
-        os._exit(int(gc.isenabled()))
-    ended.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    with without_collections:
+        if by == "main":
+            fork()
+        else:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+    assert found == [int(by == "another")]
     assert gc.isenabled()
+
+
+def test_collections_go_on_beside_other_threads():
+    found = []
+
+    def run():
+        with without_collections:
+            found.append(gc.isenabled())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 def test_a_phase_is_nothing_unless_somebody_watches():
