@@ -7,6 +7,7 @@ not taken, they are refused: a ``Path`` of one would be a local folder ``s3:``.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import stat
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakValueDictionary
 
-from statetree.errors import CheckpointError, chain_of, check_later, unsignalled
+from statetree.errors import CheckpointError, chain_of, check_later, suppress, unsignalled
 from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
@@ -242,7 +243,11 @@ class RemotePath:
         self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
         partial = self.with_name(f"{self.name}.partial")
         self._ask(self.system.pipe_file, partial.path, data)
-        self._ask(self.system.mv, partial.path, self.path)
+        if self.is_local or glob.escape(self.path) == self.path:
+            self._ask(self.system.mv, partial.path, self.path)
+        else:  # most file systems move what matches the path: that of ``run[1]`` is one of ``run1``
+            self._ask(self.system.cp_file, partial.path, self.path)
+            self._ask(self.system.rm_file, partial.path)
 
     def unlink(self) -> None:
         """Remove the file, if there is one."""
@@ -251,7 +256,15 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove a folder with all that lies in it."""
-        self._ask(self.system.rm, self.path, recursive=True)
+        # One by one: ``rm`` removes what matches the path. That of ``run[1]`` is one of ``run1``, another run.
+        self._ask(self.system.invalidate_cache, self.path)
+        found = self._read(self.system.find, self.path, withdirs=True, detail=True)
+        for path in sorted(found, reverse=True):  # what lies in a folder before the folder
+            if found[path]["type"] != "directory":
+                self._ask(self.system.rm_file, path)
+            else:
+                with suppress(OSError):  # an object store has no folders
+                    self._ask(self.system.rmdir, path)
 
 
 class RemoteFiles(OpenFiles):

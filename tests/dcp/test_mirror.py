@@ -711,3 +711,22 @@ def test_what_the_caller_handles_is_no_outage_of_the_mirror(error, tmp_path, far
         except OSError:
             with pytest.warns(UserWarning, match="step 2"):
                 assert_trees_equal(other.restore(fallback=True), state(2))
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*", "[r]un1"])
+def test_a_url_is_no_pattern(name, tmp_path, far):
+    with Checkpointer(tmp_path / "one", mirror="memory://run1") as other:
+        other.save(1, state(1))
+        other.save(2, state(2))
+    others = dict(far.store)
+    with Checkpointer(tmp_path / "two", mirror=f"memory://{name}", keep=1) as saved:
+        for step in (1, 2):
+            saved.save(step, state(step))
+            saved._mirror.wait()
+    with Checkpointer(tmp_path / "two", mirror=f"memory://{name}", keep=1) as saved:
+        with pytest.warns(UserWarning, match="not above"):
+            saved.save(2, state(7))
+        saved._mirror.wait()
+        assert_trees_equal(st.load(f"memory://{name}/step-00000002"), state(7))
+    assert {path: file for path, file in far.store.items() if path.startswith("/run1/")} == others
+    assert {path.rpartition("/")[0] for path in far.store.keys() - others} == {f"/{name}/step-00000002"}
