@@ -21,7 +21,7 @@ from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.formats import opened
 from statetree.files.remote import RemotePath, is_url
-from statetree.stager.workers import aside
+from statetree.stager.workers import BackgroundFuture, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +57,7 @@ class MirroredSeries(Series):
     def _start_idle(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._over: BackgroundFuture[None] = BackgroundFuture()
         self._is_behind = False
 
     @property
@@ -113,29 +114,34 @@ class MirroredSeries(Series):
             with self._lock:
                 self._is_behind = True
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="statetree.mirror", daemon=True)
-                    self._thread.start()
+                    self._over = BackgroundFuture()
+                    thread = threading.Thread(
+                        target=self._run, args=(self._over,), name="statetree.mirror", daemon=True
+                    )
+                    thread.start()
+                    self._thread = thread
 
         aside(begin)
 
     def wait(self) -> None:
         """Wait until what is being uploaded is there, or has failed."""
-        thread = aside(self._uploading)
+        thread, over = aside(self._uploading)
         if thread is threading.current_thread():  # in on_event
             msg = "close: it would wait for the upload that calls on_event: expected another thread, got the upload's."
             raise CheckpointError(f"{msg} Close it in the training loop.")
         if thread is not None:
-            thread.join()
+            over.wait()  # after a ``join`` that was interrupted, the next one would not wait
 
-    def _uploading(self) -> threading.Thread | None:
+    def _uploading(self) -> tuple[threading.Thread | None, BackgroundFuture[None]]:
         with self._lock:  # in which it is started, too
-            return self._thread
+            return self._thread, self._over
 
-    def _run(self) -> None:
+    def _run(self, over: BackgroundFuture[None]) -> None:
         while True:
             with self._lock:
                 if not self._is_behind:
                     self._thread = None
+                    over.set_result(None)
                     return
                 self._is_behind = False
             try:

@@ -730,3 +730,27 @@ def test_a_url_is_no_pattern(name, tmp_path, far):
         assert_trees_equal(st.load(f"memory://{name}/step-00000002"), state(7))
     assert {path: file for path, file in far.store.items() if path.startswith("/run1/")} == others
     assert {path.rpartition("/")[0] for path in far.store.keys() - others} == {f"/{name}/step-00000002"}
+
+
+def test_after_an_interrupt_close_waits_for_the_upload_again(tmp_path, far, monkeypatch):
+    put, uploading, go_on = MemoryFileSystem.put_file, threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        uploading.set()
+        assert go_on.wait(units(30))
+        put(*args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
+    saved = Checkpointer(tmp_path, mirror="memory://far")
+    saved.save(1, state(1))
+    assert uploading.wait(units(30))
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError, match="alarm"):
+            saved.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.1, go_on.set).start()
+    saved.close()
+    assert mirrored(far) == ["step-00000001"]
