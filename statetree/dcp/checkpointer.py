@@ -70,8 +70,9 @@ class Checkpointer(Schedule):
             file is read and compared with the state before it is linked, so that damage does not spread. Where the
             file system has no links, all is written.
         mirror: A URL that fsspec knows (``s3://bucket/run``; extra ``remote``), to which complete steps are uploaded in
-            the background. Retention holds there, too, and ``restore`` takes the newest complete step of either. An
-            upload that fails is logged, and tried again at the next save; ``close`` waits for uploads.
+            the background, the newest first. Retention holds there, too, and ``restore`` takes the newest complete step
+            of either. An upload that fails is logged, and tried again at the next save; ``close`` waits for uploads.
+            What retention removes here before its upload begins is logged; what is being uploaded is removed after it.
         every: How many steps, or which time (a ``timedelta``), ``due`` lets pass between two checkpoints.
         on_event: Called with an ``Event`` after each staging, save, upload, removal and restore; for those in the
             background on their thread, where calls of this checkpointer raise ``CheckpointError`` if they would wait

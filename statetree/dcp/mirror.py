@@ -59,6 +59,9 @@ class MirroredSeries(Series):
         self._thread: threading.Thread | None = None
         self._over: BackgroundFuture[None] = BackgroundFuture()
         self._is_behind = False
+        self._awaited: set[int] = set()  # steps that were saved, and are not known to be there
+        self._sent: set[StepDirectory] = set()  # what is being uploaded
+        self._overdue: set[StepDirectory] = set()  # and is to be removed then
 
     @property
     def place(self) -> str:
@@ -107,11 +110,25 @@ class MirroredSeries(Series):
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
         return cast("Path", self.url / checkpoint.name) if _is_far(checkpoint) else super().path(checkpoint)
 
-    def upload_later(self) -> None:
-        """Upload in the background what the mirror lacks, and remove there what is not kept."""
+    def remove(self, chosen: Callable[[list[StepDirectory]], set[StepDirectory]]) -> list[Event]:
+        """Remove what is chosen of all checkpoints; what is being uploaded only when it is there.
+
+        (Else nothing ever would be, where an upload takes longer than the time between two saves.)
+        """
+
+        def now(found: list[StepDirectory]) -> set[StepDirectory]:
+            leaving = chosen(found)
+            self._overdue = leaving & self._sent
+            return leaving - self._sent
+
+        return super().remove(now)
+
+    def upload_later(self, *saved: int) -> None:
+        """Upload in the background what the mirror lacks, such as what was saved, and remove there what is not kept."""
 
         def begin() -> None:
             with self._lock:
+                self._awaited.update(saved)
                 self._is_behind = True
                 if self._thread is None:
                     self._over = BackgroundFuture()
@@ -151,22 +168,43 @@ class MirroredSeries(Series):
 
     def _catch_up(self) -> None:
         there, unknown = steps_at(self.url)
-        for near in self.local():
+        awaited = self._awaited.copy()  # before the look: what is saved after it is not gone
+        local = self.local()
+        here = {near.step for near in local}
+        for step in sorted(awaited - here):
+            self._awaited.discard(step)
+            if step not in there.keys() | unknown:
+                _log.warning("step %d was removed before it was uploaded to the mirror %s", step, self.url)
+        self._awaited.update(here)
+        for near in reversed(local):
             folder = self.path(near)
             try:
                 manifest = read_manifest(folder)
                 save = "" if manifest is None else manifest.save
                 if near.step not in unknown and (there.get(near.step) == save or self._upload(near)):
                     there[near.step] = save
-            except CheckpointError as error:  # a later one may be whole
+                    self._awaited.discard(near.step)
+            except CheckpointError as error:  # an earlier one may be whole
                 if folder.exists():
                     _log.warning("step %d is not uploaded to the mirror %s: %s", near.step, self.url, error)
             except FileNotFoundError:
                 if folder.exists():
                     raise  # else it was removed meanwhile
+            if self._is_behind:
+                break  # what was saved meanwhile goes first
         self._prune(sorted(there), unknown)
 
     def _upload(self, near: StepDirectory) -> bool:
+        """Upload a step, and remove it then if that was put off. Returns what ``_send`` does."""
+        self._sent = {near}
+        try:
+            return self._send(near)
+        finally:
+            self._sent = set()
+            for event in self.remove(lambda found: self._overdue.intersection(found)):  # as it is once nobody prunes
+                self._tell(event)
+
+    def _send(self, near: StepDirectory) -> bool:
         """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again.
 
         Raises:

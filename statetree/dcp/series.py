@@ -24,7 +24,7 @@ from statetree.files.publishing import alone_in, remove_folder, sync
 from statetree.files.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced-[0-9a-f]{32}")
@@ -236,11 +236,17 @@ class Series:
 
     def prune(self, keep: Kept, latest: StepDirectory) -> list[Event]:
         """Remove what was replaced, and all steps that are not kept; never the one just saved."""
+
+        def leaving(found: list[StepDirectory]) -> set[StepDirectory]:
+            return {*found} - {latest, *self.staying(keep, _latest(found))}
+
+        return self.remove(leaving)
+
+    def remove(self, chosen: Callable[[list[StepDirectory]], set[StepDirectory]]) -> list[Event]:
+        """Remove what is chosen of all checkpoints."""
         with alone_in(self.directory):
             found = self.all()  # once: what another process publishes from here on is none of these
-            complete = _latest(found)
-            kept = {latest, *self.staying(keep, complete)}
-            leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
+            leaving = sorted(chosen(found))
             removed = [(each.step, bytes_in(self.path(each)), self._without_name(each)) for each in leaving]
         events = []
         for step, nbytes, path in removed:

@@ -66,7 +66,7 @@ class StepWriter:
                 unpublished.discard()
             raise
         if isinstance(self.series, MirroredSeries) and is_first(group):
-            self.series.upload_later()
+            self.series.upload_later(step)
         self.tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
         for event in removed:
             self.tell(event, group)

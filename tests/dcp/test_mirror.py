@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -754,3 +755,48 @@ def test_after_an_interrupt_close_waits_for_the_upload_again(tmp_path, far, monk
     threading.Timer(0.1, go_on.set).start()
     saved.close()
     assert mirrored(far) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("who", ["retention", "somebody"])
+def test_what_is_removed_while_it_is_uploaded_is_there_or_is_told(who, tmp_path, far, monkeypatch, caplog):
+    upload, uploading, go_on, events = RemotePath.upload, threading.Event(), threading.Event(), []
+
+    def slow(*args):
+        uploading.set()
+        assert go_on.wait(units(30))
+        upload(*args)
+
+    monkeypatch.setattr(RemotePath, "upload", slow)
+    with Checkpointer(tmp_path, mirror="memory://far", keep=1, on_event=events.append) as saved:
+        saved.save(1, state(1))
+        assert uploading.wait(units(30))
+        if who == "somebody":
+            shutil.rmtree(saved.path(1))
+        saved.save(2, state(2))
+        saved.save(3, state(3))
+        go_on.set()
+        saved._mirror.wait()
+        assert os.listdir(tmp_path) == mirrored(far) == ["step-00000003"]
+    assert [event.step for event in events if event.kind == "upload"] == ([1, 3] if who == "retention" else [3])
+    assert sorted(event.step for event in events if event.kind == "removal") == ([1, 2] if who == "retention" else [2])
+    gone = [record.args[0] for record in caplog.records if "was removed before it was uploaded" in record.msg]
+    assert gone == ([2] if who == "retention" else [1, 2])
+
+
+def test_the_newest_step_is_uploaded_first_also_if_it_comes_late(tmp_path, far):
+    def save_more(event):
+        events.append((event.kind, event.step))
+        if events[-1] == ("upload", 3):
+            with Checkpointer(tmp_path) as another:
+                another.save(4, state(4))
+            saved._mirror.upload_later(4)
+
+    events = []
+    with Checkpointer(tmp_path) as alone:
+        alone.save(1, state(1))
+        alone.save(2, state(2))
+    with Checkpointer(tmp_path, mirror="memory://far", on_event=save_more) as saved:
+        saved.save(3, state(3))
+        saved._mirror.wait()
+    assert [step for kind, step in events if kind == "upload"] == [3, 4, 2, 1]
+    assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
