@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.dcp.metadata import METADATA, read_described
-from statetree.dcp.series import Series, StepDirectory, folders_in, identity_of, name_of, steps_of
+from statetree.dcp.series import LOOKS, Series, StepDirectory, folders_in, identity_of, name_of, steps_of
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.formats import opened
@@ -246,17 +246,21 @@ def steps_at(url: RemotePath) -> tuple[dict[int, str], set[int]]:
 
     The save is empty if it left no manifest. Raises ``OSError`` if the mirror cannot be reached.
     """
-    found: dict[int, str] = {}
-    unknown: set[int] = set()
-    for step, folder in folders_in(url).items():
-        try:
-            save = _save_in(folder)
-        except unsignalled(OSError) as error:
-            _log.warning("step %d of the mirror %s cannot be looked at: %s", step, url, error)
-            unknown.add(step)
-            continue
-        if save is not None:
-            found[step] = save
+    for _ in range(LOOKS):
+        found: dict[int, str] = {}
+        unknown: set[int] = set()
+        folders = folders_in(url)
+        for step, folder in sorted(folders.items()):  # what takes an earlier one's place is whole before that goes
+            try:
+                save = _save_in(folder)
+            except unsignalled(OSError) as error:
+                _log.warning("step %d of the mirror %s cannot be looked at: %s", step, url, error)
+                unknown.add(step)
+                continue
+            if save is not None:
+                found[step] = save
+        if len(found) + len(unknown) == len(folders) or folders_in(url).keys() == folders.keys():
+            break  # else what took the place of one that is gone may have come after they were listed
     return found, unknown
 
 

@@ -79,7 +79,7 @@ class Kept(NamedTuple):
 
 
 #: How many times names are read, at most, if some change meanwhile.
-_LOOKS: Final = 20
+LOOKS: Final = 20
 
 
 def _changed(directory: Path) -> int:
@@ -130,7 +130,7 @@ class Series:
     def all(self) -> list[StepDirectory]:
         """Return the complete checkpoints, those that are being replaced included."""
         found: list[StepDirectory] = []
-        for _ in range(_LOOKS):
+        for _ in range(LOOKS):
             found, before = [], _changed(self.directory)
             with suppress(FileNotFoundError, NotADirectoryError):
                 for entry in self._entries():

@@ -800,3 +800,25 @@ def test_the_newest_step_is_uploaded_first_also_if_it_comes_late(tmp_path, far):
         saved._mirror.wait()
     assert [step for kind, step in events if kind == "upload"] == [3, 4, 2, 1]
     assert mirrored(far) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("best", [None, 1])
+def test_a_step_that_takes_anothers_place_while_steps_are_listed_is_found(best, tmp_path, far, monkeypatch):
+    listed, later = MemoryFileSystem.ls, [7, 6]
+
+    def listing(system, path, *args, **options):
+        found = listed(system, path, *args, **options)
+        if path.strip("/") == "far" and later and threading.current_thread() is threading.main_thread():
+            step = later.pop()
+            saved.save(step, state(step), metric=1)
+            saved._mirror.wait()
+        return found
+
+    with Checkpointer(tmp_path / "one", mirror="memory://far", keep=1, keep_best=best) as saved:
+        for step in (1, 5):
+            saved.save(step, state(step), metric=step - 1)
+            saved._mirror.wait()
+        with Checkpointer(tmp_path / "two", mirror="memory://far") as other:
+            monkeypatch.setattr(MemoryFileSystem, "ls", listing)
+            assert_trees_equal(other.restore(), state(7))
+            assert other.steps() == ([7] if best is None else [1, 7])
