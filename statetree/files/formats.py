@@ -19,7 +19,7 @@ from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import Together, upload_whole, write_whole
 from statetree.files.ranges import OpenFiles
-from statetree.files.remote import RemoteFiles, RemotePath, is_url, located
+from statetree.files.remote import REACH, RemoteFiles, RemotePath, is_url, located
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
@@ -109,7 +109,8 @@ def opened(
     except StateTreeError:
         raise
     except unsignalled(OSError) as error:
-        refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+        remedy = REACH if files.is_remote else "Check its permissions, and the disk."
+        refuse(checkpoint, f"it cannot be read: {error.strerror or error}", remedy)
     except unsignalled(Exception) as error:  # formats are users' code, too
         if known is None or type(known).__module__.startswith("statetree."):
             raise

@@ -11,6 +11,7 @@ import glob
 import os
 import re
 import stat
+import sys
 import zlib
 from collections import deque
 from datetime import datetime
@@ -41,6 +42,8 @@ _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 _NEAR: Final = frozenset({"file", "local"})
 #: How often a request is made that fails, unless with an answer.
 _ATTEMPTS: Final = 3
+#: The way out where the last one fails.
+REACH: Final = "Check the URL, and what it takes to read it."
 _ANSWERS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
@@ -72,9 +75,18 @@ def is_outage(error: BaseException, before: BaseException | None) -> bool:
     answered = False
     for each in chain_of(error, before):
         answered = answered or isinstance(each, _ANSWERS)
-        if isinstance(each, (ConnectionError, TimeoutError) if answered else OSError):
+        if isinstance(each, (ConnectionError, TimeoutError) if answered else OSError) or _is_of_http(each):
             return True
     return False
+
+
+def _is_of_http(error: BaseException) -> bool:
+    """Whether it is an error of aiohttp to which no answer came, or one that asking again may change.
+
+    Its classes are no ``OSError``, and fsspec makes a ``FileNotFoundError`` of whatever fails.
+    """
+    status = getattr(error, "status", 503)
+    return type(error).__module__.startswith("aiohttp") and (status >= 500 or status in {408, 429})
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
@@ -155,9 +167,13 @@ class RemotePath:
 
     def _ask(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the file system answers: whatever class of error it raises, it is one of reaching it."""
+        before = sys.exception()
         try:
             return function(*args, **options)
-        except OSError:
+        except OSError as error:
+            if isinstance(error, _ANSWERS) and is_outage(error, before):
+                cause = error.__cause__ or error.__context__
+                raise OSError(f"{self} cannot be reached: {type(cause).__name__}: {cause}") from error
             raise
         except Exception as error:
             raise OSError(f"{self} cannot be reached: {type(error).__name__}: {error}") from error
@@ -290,7 +306,7 @@ class RemoteFiles(OpenFiles):
         except unsignalled(FileNotFoundError):
             refuse(path, "there is no such file", "Check the name.")
         except unsignalled(OSError) as error:
-            refuse(path, f"it cannot be reached: {error}", "Check the URL, and what it takes to read it.")
+            refuse(path, f"it cannot be reached: {error}", REACH)
         mark = zlib.crc32(repr([str(info.get(name)) for name in _MARKS]).encode())
         return FileIdentity(0, zlib.crc32(str(path).encode()), size, mark, 0)
 
@@ -325,7 +341,7 @@ class RemoteFiles(OpenFiles):
 
                 in_threads(jobs, _AT_ONCE)
         except unsignalled(OSError) as error:
-            refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
+            refuse(label, f"it cannot be read: {error}", REACH)
         self.nbytes_read += len(view)
 
     def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:

@@ -23,6 +23,7 @@ from tests.cli.states import bits, tied_state
 from tests.judge import assert_trees_equal
 
 STATE = {"model": {"w": bits(200, 300), "b": bits(3, dtype=torch.bfloat16)}, "step": 3}
+FILES = [".metadata", ".statetree_manifest", "__0_0.distcp"]
 NAMES = ["a.safetensors", "a.pt", "directory"]
 
 
@@ -301,3 +302,53 @@ def test_what_is_protected_behind_a_url_is_not_replaced(memory):
     for beside in ("memory://run/b.pt", "memory://run"):
         st.save({"a": torch.zeros(2)}, beside, protected=["memory://run/a.pt"])
     assert st.load("memory://run/a.pt")["b"].tolist() == [1, 1]
+
+
+class ClientResponseError(Exception):
+    """As that of aiohttp, of which fsspec's http makes a ``FileNotFoundError`` whatever the status."""
+
+    __module__ = "aiohttp.client_exceptions"
+
+    def __init__(self, status):
+        super().__init__(status, "a status")
+        self.status = status
+
+
+@pytest.mark.parametrize("cause", [ClientResponseError(503), ClientResponseError(429), ConnectionRefusedError("no")])
+@pytest.mark.parametrize("name", ["a.pt", "directory", *[f"directory/{file}" for file in FILES]])
+def test_a_request_that_fails_is_not_told_as_absence(cause, name, memory, monkeypatch):
+    url, info, asked = f"memory://run/{name.partition('/')[0]}", type(memory).info, []
+
+    def flaky(system, path, **options):
+        if path == f"/run/{name}":
+            asked.append(path)
+            if len(asked) in failing:
+                raise FileNotFoundError(path) from cause
+        return info(system, path, **options)
+
+    st.save(STATE, url)
+    monkeypatch.setattr(type(memory), "info", flaky)
+    failing = [1, 2]
+    assert_trees_equal(st.load(url), STATE)
+    failing = range(1000)
+    with pytest.raises(CheckpointError, match=f"cannot be reached: {type(cause).__name__}: "):
+        st.load(url)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_answer_is_told_as_absence(status, memory, monkeypatch):
+    def info(_system, path, **_options):
+        raise FileNotFoundError(path) from ClientResponseError(status)
+
+    monkeypatch.setattr(type(memory), "info", info)
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        st.load("memory://run/a.pt")
+
+
+def test_what_cannot_be_reached_is_a_matter_of_the_url(memory, monkeypatch):
+    def info(*_args, **_options):
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr(type(memory), "info", info)
+    with pytest.raises(CheckpointError, match=r"503 Slow Down\. Check the URL"):
+        st.load("memory://run/a.pt")
