@@ -62,10 +62,10 @@ def name_of(step: int) -> str:
 
 
 def folders_in(directory: Path | RemotePath) -> dict[int, Any]:
-    """Return what lies in a directory, or in a mirror, under the names of steps, complete or not."""
+    """Return what lies in a directory, or the folders in a mirror, under the names of steps, complete or not."""
     places: list[Any] = []
     with suppress(FileNotFoundError):  # nothing was saved, or uploaded, yet
-        places += directory.iterdir()
+        places += directory.folders() if isinstance(directory, RemotePath) else directory.iterdir()
     steps = [(int(match[1] or match[2]), place) for place in places if (match := _NAME.fullmatch(place.name))]
     return {step: place for step, place in steps if place.name == name_of(step)}
 

@@ -226,17 +226,22 @@ class RemotePath:
             raise OSError("the server does not say how large it is: expected one that serves ranges. Download it")
         return int(info["size"])
 
-    def iterdir(self) -> Iterator[RemotePath]:
+    def _rows(self) -> list[dict[str, Any]]:
         self._ask(self.system.invalidate_cache, self.path)
-        for found in self._read(self.system.ls, self.path, detail=False):
-            if found.rstrip("/") != self.path:
-                yield RemotePath(self.system, found)
+        rows: list[dict[str, Any]] = self._read(self.system.ls, self.path, detail=True)
+        return [row for row in rows if row["name"].rstrip("/") != self.path]  # that of a file, or of the folder itself
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        for row in self._rows():
+            yield RemotePath(self.system, row["name"])
+
+    def folders(self) -> list[RemotePath]:
+        """Return the folders in a folder."""
+        return [RemotePath(self.system, row["name"]) for row in self._rows() if row["type"] != "file"]
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in a folder, by their names."""
-        self._ask(self.system.invalidate_cache, self.path)
-        rows = self._read(self.system.ls, self.path, detail=True)
-        return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in rows}
+        return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in self._rows()}
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a range of the file."""

@@ -822,3 +822,21 @@ def test_a_step_that_takes_anothers_place_while_steps_are_listed_is_found(best, 
             monkeypatch.setattr(MemoryFileSystem, "ls", listing)
             assert_trees_equal(other.restore(), state(7))
             assert other.steps() == ([7] if best is None else [1, 7])
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_file_named_like_a_step_is_none_and_stays(kind, tmp_path, far):
+    url = "memory://far" if kind == "memory" else f"file://{tmp_path}/far"
+    system, path = fsspec.url_to_fs(url)
+    system.makedirs(path, exist_ok=True)
+    system.pipe_file(f"{path}/step-00000099", b"notes")
+    with Checkpointer(tmp_path / "near", mirror=url, keep=1) as saved:
+        for step in (1, 2):
+            saved.save(step, state(step))
+            saved._mirror.wait()
+    with Checkpointer(tmp_path / "another", mirror=url) as other:
+        assert other.steps() == [2]
+        assert_trees_equal(other.restore(), state(2))
+    names = sorted(map(os.path.basename, system.ls(path, detail=False)))
+    assert names == ["step-00000002", "step-00000099"]
+    assert system.cat_file(f"{path}/step-00000099") == b"notes"
