@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, Final, Generic, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
@@ -68,38 +69,36 @@ def is_collective(step: Callable[..., Any]) -> bool:
     return alone is not None and not alone(getattr(step, "keywords", {}))
 
 
-class _WithoutCollections(ContextDecorator):
-    """Puts garbage collections off in a block, or in a function, that makes many objects which stay, and ends soon.
+class _PutOff:
+    """Which thread has put collections off, if one has."""
 
+    thread: int | None = None
+
+
+def without_collections(function: F) -> F:
+    """Declare that a function makes many objects which stay, and ends soon (a decorator): garbage is collected later.
+
+    It is for what describes and plans: no function of users' that takes memory runs in it often.
     Python looks for cycles whenever so many objects were made, and looks at all that there are: in a process that holds
     a training job, that takes longer than what makes them. In other threads than the main one nothing is put off, since
     the program goes on beside them, and may make cycles that hold memory.
     """
 
-    def __init__(self) -> None:
-        self.blocks: list[tuple[int, bool]] = []  # those that run: in which thread, and whether there were collections
-
-    def __enter__(self) -> None:
-        if _is_main():
-            self.blocks.append((threading.get_ident(), gc.isenabled()))
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != threading.main_thread().ident or not gc.isenabled():
+            return function(*args, **kwargs)
+        # Handlers of signals run after calls: what one raises must find the block, and collections on after it. So
+        # there is no context manager here.
+        try:
+            _PutOff.thread = threading.get_ident()
             gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if _is_main() and self.blocks.pop()[1]:
+            return function(*args, **kwargs)
+        finally:
             gc.enable()
+            _PutOff.thread = None
 
-    def renew(self) -> None:
-        """Collect in a forked process, if the thread that had put it off is not there."""
-        if self.blocks and self.blocks[0][0] != threading.get_ident():
-            self.blocks.clear()
-            gc.enable()
-
-
-def _is_main() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
-without_collections: Final = _WithoutCollections()
+    return cast("F", run)
 
 
 class cached_property(Generic[T]):
@@ -158,7 +157,9 @@ def renew_after_fork(obj: T, renew: Callable[[T], None]) -> None:
 
 
 def _renew_all() -> None:
-    without_collections.renew()
+    if _PutOff.thread not in (None, threading.get_ident()):  # by a thread that the child lacks
+        gc.enable()
+        _PutOff.thread = None
     for obj, renew in list(_RENEWED.items()):
         renew(obj)
 

@@ -24,7 +24,7 @@ from statetree.files.unpickling import BadPickle
 from statetree.files.untrusted import on_deep_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from statetree.dcp.file_manifest import ManifestFile
 
@@ -61,15 +61,34 @@ class _Sealed(type):
 
 
 class _Object(metaclass=_Sealed):
-    """What stands for an object of a class of torch's: attributes, which mean nothing to Python."""
+    """What stands for an object of a class of torch's: its state, as the pickle has it."""
+
+    __slots__ = ("state",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state  # which may be that of many: without this method, each would have a copy
 
 
-def _stand_in(name: str, **methods: Callable[..., Any]) -> type[_Object]:
-    return cast("type[_Object]", _Sealed(name, (_Object,), methods))
+class _Size(_Object):
+    """Gives numbers as they are: ``tuple`` would copy a list or a text, which may be many times the same one."""
+
+    __slots__ = ()
+
+    def __new__(cls, numbers: Any = ()) -> Any:
+        return numbers
 
 
-def _keep(properties: _Object, values: Any) -> None:
-    vars(properties)["values"] = values  # torch's class pickles a tuple
+class _Ignored(_Object):
+    """Layouts, memory formats, where the checkpoint was."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: Any) -> _Ignored:
+        return super().__new__(cls)
+
+
+def _stand_in(name: str) -> type[_Object]:
+    return cast("type[_Object]", _Sealed(name, (_Object,), {"__slots__": ()}))
 
 
 _Bytes: Final = _stand_in("BytesStorageMetadata")
@@ -79,14 +98,12 @@ _Index: Final = _stand_in("MetadataIndex")
 _SaveMeta: Final = _stand_in("StorageMeta")
 _Tensor: Final = _stand_in("TensorStorageMetadata")
 _Piece: Final = _stand_in("_StorageInfo")
-_Properties: Final = _stand_in("TensorProperties", __setstate__=_keep)
-#: Layouts, memory formats, where the checkpoint was.
-_Ignored: Final = _stand_in("Ignored", __new__=lambda cls, *_: object.__new__(cls))
+_Properties: Final = _stand_in("TensorProperties")
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 #: What torch 2.11 to 2.15 pickle as metadata.
 _KNOWN: Final[dict[str, Any]] = {
     **DTYPES,
-    "torch.Size": tuple,
+    "torch.Size": _Size,
     "torch.serialization._get_layout": _Ignored,
     f"{_MODULE}._MEM_FORMAT_ENCODING": _Ignored,
     **{
@@ -104,7 +121,7 @@ _KNOWN: Final[dict[str, Any]] = {
 #: Instructions of pickles that take about as much memory as they are long. Those that are left out can take any amount
 #: (places for what is referred to later, say): one flipped bit could end the process.
 _HARMLESS: Final = re.compile(
-    rb"(?:[(.012Nabdelstu)}\]R\x81\x85-\x89\x8f-\x91\x93\x94]++|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}|[SV][^\n]*\n|[ILFg][^\n]{0,99}\n"
+    rb"(?:[(012Nabdelstu)}\]R\x81\x85-\x89\x8f-\x91\x93\x94]++|[Khq\x80].|M..|[Jj].{4}|G.{8}|[SV][^\n]*\n|[ILFg][^\n]{0,99}\n"
     rb"|c[^\n]*\n[^\n]*\n|p\d{1,6}\n|[UC\x8a\x8c](?:%b))*+"
     % b"|".join([re.escape(bytes([length])) + b".{%d}" % length for length in range(256)]),
     re.DOTALL,
@@ -113,14 +130,27 @@ _HARMLESS: Final = re.compile(
 _NUMBERED: Final = (pickle.BINUNICODE, pickle.BINBYTES, pickle.BINSTRING, pickle.LONG_BINPUT)
 
 
-def _check_instructions(data: bytes) -> None:
-    """Raise ``BadPickle`` if a pickle has an instruction that may take much more memory than it is long."""
-    end = 0
+def _checked(data: bytes) -> bytes:
+    """Return a pickle of the same instructions in one frame, none of which takes much more memory than it is long.
+
+    At the end of a frame, the unpickler would leave out the beginning of an instruction that goes on behind it, and
+    take what follows for instructions that nobody has looked at.
+    """
+    parts: list[bytes] = []
+    begin = end = 0
     while (end := _HARMLESS.match(data, end).end()) < len(data):  # type: ignore[union-attr]  # it matches nothing, too
         code, number = data[end : end + 1], int.from_bytes(data[end + 1 : end + 5], "little")
-        if code not in _NUMBERED or number > len(data):
+        if code == pickle.FRAME:
+            parts.append(data[begin:end])
+            begin = end = end + 9
+        elif code == pickle.STOP:  # what comes after it is not read
+            break
+        elif code in _NUMBERED and number <= len(data):
+            end += 5 if code == pickle.LONG_BINPUT else 5 + number
+        else:
             raise BadPickle(f"it has the instruction {code!r} at byte {end}, which metadata do not need")
-        end += 5 if code == pickle.LONG_BINPUT else 5 + number
+    checked = b"".join([*parts, data[begin : end + 1]])
+    return b"".join([pickle.PROTO, b"\x04", pickle.FRAME, len(checked).to_bytes(8, "little"), checked])
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -133,16 +163,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(data: bytes) -> Described:
     """Return what pickled metadata say. Raises ``BadPickle`` if they are something else."""
-    _check_instructions(data)
+    data = _checked(data)
     # Tuples that are keys are hashed by C code which calls itself for each that lies in another one.
     levels = sum(map(data.count, (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)))
     try:
-        found = on_deep_stack(levels, _MetadataUnpickler(io.BytesIO(data)).load)
+        found = on_deep_stack(levels, _MetadataUnpickler(io.BytesIO(data), encoding="utf-8").load)
         return _described(found)
-    except BadPickle:
+    except (BadPickle, MemoryError):
         raise
-    except MemoryError as error:
-        raise BadPickle(f"it takes more memory than there is ({error})") from None
     except unsignalled(IndexError, KeyError, EOFError, pickle.UnpicklingError):
         raise BadPickle("it is cut off, or refers to what it does not hold") from None
     except unsignalled(Exception) as error:  # functions are given anything
@@ -156,9 +184,9 @@ def _of(cls: type[T], value: Any) -> T:
     return value
 
 
-def _state(cls: type[_Object], value: Any) -> dict[str, Any]:
+def _attributes(cls: type[_Object], value: Any) -> dict[str, Any]:
     """Return the attributes of an object that must be of a class."""
-    return vars(_of(cls, value))
+    return _of(dict, _of(cls, value).state)
 
 
 def _number(value: Any) -> int:
@@ -175,9 +203,9 @@ def box_of(start: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
 
 
 def _described(found: Any) -> Described:
-    state = _state(_Metadata, found)
+    state = _attributes(_Metadata, found)
     given, meta = state.get("planner_data"), state.get("storage_meta")
-    name = vars(meta).get("save_id") if type(meta) is _SaveMeta else None
+    name = _attributes(_SaveMeta, meta).get("save_id") if type(meta) is _SaveMeta else None
     save = name.removeprefix(ID_PREFIX) if isinstance(name, str) and name.startswith(ID_PREFIX) else None
     paths = {
         key: path
@@ -190,23 +218,23 @@ def _described(found: Any) -> Described:
 
 
 def _entry(value: Any) -> StoredEntry:
-    if type(value) is _Bytes:
+    if type(value) is _Bytes and not hasattr(value, "state"):
         return StoredEntry()
-    state = _state(_Tensor, value)
-    dtype = _of(torch.dtype, _of(tuple, _state(_Properties, state["properties"])["values"])[0])
-    chunks = [_state(_Chunk, chunk) for chunk in _of(list, state["chunks"])]
+    state = _attributes(_Tensor, value)
+    dtype = _of(torch.dtype, _of(tuple, _of(_Properties, state["properties"]).state)[0])
+    chunks = [_attributes(_Chunk, chunk) for chunk in _of(list, state["chunks"])]
     boxes = [box_of(size_of(chunk["offsets"]), size_of(chunk["sizes"])) for chunk in chunks]
     return StoredEntry(dtype, size_of(state["size"]), tuple(boxes))
 
 
 def _index(value: Any) -> Index:
-    state = _state(_Index, value)
+    state = _attributes(_Index, value)
     offset = state.get("offset")
     return Index(_of(str, state["fqn"]), None if offset is None else size_of(offset))
 
 
 def _stored(value: Any) -> Stored:
-    state = _state(_Piece, value)
+    state = _attributes(_Piece, value)
     if state.get("transform_descriptors"):
         remedy = "Load it with torch.distributed.checkpoint, and save it again"
         raise BadPickle(f"it is transformed (compressed, say): expected plain files. {remedy}")

@@ -124,7 +124,7 @@ class Exchange(Call):
         replicas = None if written else self.options.get("replicas", "check")
         options = {"complete": complete, "written": written, "every": every}
         options["unread"] = unread and not union and self._preparation is None
-        with phase(f"{self.verb}.describe"), without_collections:
+        with phase(f"{self.verb}.describe"):
             found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
             for piece in [piece for chunks in found.chunks.values() for piece in chunks.memory]:

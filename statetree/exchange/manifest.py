@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from statetree.chunks.local import location_of
+from statetree.declare import without_collections
 from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.exchange.consensus import Alike, Entry
 from statetree.exchange.path_order import order_of
@@ -75,6 +76,7 @@ class Manifest:
         unread: What stands in the places of leaves that are read later, by boxes, and these, by the ids of the first.
     """
 
+    @without_collections
     def __init__(
         self,
         verb: str,

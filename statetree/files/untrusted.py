@@ -19,7 +19,7 @@ _LONGEST: Final = 1000
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 #: What C code takes of the stack for each tuple that it hashes in another one: 80 bytes were measured on CPython 3.11.
 _FRAME: Final = 192
-_SHALLOW: Final = 1000
+_SHALLOW: Final = 100
 #: What to do about a file that is not what it says it is.
 DISTRUST: Final = "It is damaged, truncated or hostile: get another copy."
 
@@ -97,7 +97,7 @@ if hasattr(os, "register_at_fork"):
 def on_deep_stack(levels: int, work: Callable[[], T]) -> T:
     """Return what some work returns, in which C code may call itself for so many levels of what a file holds.
 
-    Beyond a thousand levels that is done in a thread with a stack of its own, which takes memory only where it is used.
+    Beyond a hundred levels that is done in a thread with a stack of its own, which takes memory only where it is used.
     """
     if levels <= _SHALLOW:
         return work()
@@ -116,8 +116,9 @@ def on_deep_stack(levels: int, work: Callable[[], T]) -> T:
         try:
             threading.stack_size((levels * _FRAME + (1 << 20)) >> 16 << 16)
             thread.start()
-        except RuntimeError:
-            raise MemoryError(f"there is no stack for {levels} levels") from None
+        except RuntimeError as error:
+            what = f"values may be nested {levels} deep: expected a thread with a stack for these, got {error}"
+            raise MemoryError(f"read: {what}. Raise the limits of threads and of memory.") from None
         finally:
             threading.stack_size(usual)
     thread.join()

@@ -15,7 +15,7 @@ import threading
 from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from statetree.declare import phase, renew_after_fork, without_collections
+from statetree.declare import phase, renew_after_fork
 from statetree.errors import StagerBusy, StagerClosed, clear_frames, unsignalled
 from statetree.spans.columns import interleaved
 from statetree.spans.memory import memory_of
@@ -139,7 +139,7 @@ class Stager:
         with self._lock:
             try:
                 self._begin("stage")
-                with phase("stage.describe"), without_collections:
+                with phase("stage.describe"):
                     captured = capture("stage", tree)
                 return self._copy("stage", captured)
             finally:
@@ -191,7 +191,7 @@ class Stager:
         self._refuse_nested("stage_async")
         self._refuse_closed("stage_async")
         try:
-            with phase("stage.describe"), without_collections:
+            with phase("stage.describe"):
                 captured = capture("stage_async", tree, aside=True)
         except unsignalled(Exception) as error:  # whatever it is, it belongs into the future
             return failed(error)

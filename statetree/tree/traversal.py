@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from statetree.declare import without_collections
 from statetree.errors import CyclicTree, TreeTooDeep, check_function, note_leaf
 from statetree.key_paths import Attr, Path, render_key
 from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
@@ -111,7 +110,6 @@ class _Frame:
 _SIMPLE_KEYS: Final = frozenset({str, int, bool, float, bytes, type(None), Attr})
 
 
-@without_collections
 def traverse(
     tree: Any,
     *,
@@ -215,7 +213,6 @@ def _raise_too_deep(verb: str, frames: Sequence[_Frame], index: int) -> None:
     raise TreeTooDeep(msg, path)
 
 
-@without_collections
 def rebuild(nodes: Iterable[Node], values: list[Any], repeated: Mapping[int, int]) -> Any:
     """Put a tree together of its containers and leaves.
 

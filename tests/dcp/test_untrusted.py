@@ -167,6 +167,28 @@ BOMBS |= {
 }
 
 
+ONE = b"\x80\x04ctorch\nSize\n\x94X%b%b\x94" % ((20_000).to_bytes(4, "little"), b"a" * 20_000)
+MANY = b"ctorch.distributed.checkpoint.metadata\nMetadata\n\x94}\x94(" + b"".join(
+    b"M%bN" % number.to_bytes(2, "little") for number in range(20_000)
+)
+HIDDEN = b"Nr\0\0\0\x7f."
+SMUGGLED = b"X\x0a\0\0\0AAAAA" + b"AAAAA" + b"X%b%b." % (len(HIDDEN).to_bytes(4, "little"), HIDDEN)
+BOMBS |= {
+    "instructions that begin in another frame": (
+        lambda: b"\x80\x04\x95" + (10).to_bytes(8, "little") + SMUGGLED,
+        "expected a Metadata, got a str",
+    ),
+    "copies of one text": (
+        lambda: ONE + b"(" + b"h\x00h\x01\x85R" * 50_000 + b"t.",
+        "expected a Metadata, got a tuple",
+    ),
+    "copies of one state": (
+        lambda: b"\x80\x04" + MANY + b"u(" + b"h\x00)\x81h\x01b" * 50_000 + b"t.",
+        "expected a Metadata, got a tuple",
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_metadata_of_any_protocol_are_read(protocol, tmp_path):

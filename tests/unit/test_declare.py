@@ -4,12 +4,13 @@ import gc
 import logging
 import os
 import pathlib
+import random
 import re
 import signal
 import threading
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -108,25 +109,53 @@ def test_a_child_forked_while_collections_are_put_off_collects_if_they_would_sta
             os._exit(int(gc.isenabled()))
         found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    with without_collections:
+    @without_collections
+    def run():
         if by == "main":
             fork()
         else:
             thread = threading.Thread(target=fork)
             thread.start()
             thread.join()
+
+    run()
     assert found == [int(by == "another")]
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")
+def test_collections_are_on_after_any_alarm():
+    class Alarm(Exception):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    rng, rung = random.Random(0), 0
+    before = signal.signal(signal.SIGALRM, ring)
+    call = without_collections(lambda: None)
+    try:
+        for _ in range(1000):
+            with suppress(Alarm):
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2e-4))
+                while True:
+                    call()
+            rung += 1
+            assert gc.isenabled()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rung == 1000
 
 
 def test_collections_go_on_beside_other_threads():
     found = []
 
-    def run():
-        with without_collections:
-            found.append(gc.isenabled())
+    @without_collections
+    def look():
+        found.append(gc.isenabled())
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert found == [True]
