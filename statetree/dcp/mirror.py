@@ -46,6 +46,7 @@ class MirroredSeries(Series):
             msg = f"Checkpointer: mirror must be a URL that fsspec knows (s3://bucket/run), got {url!r}."
             raise CheckpointError(msg)
         self.url = cast("Any", RemotePath.of(url))
+        self.url.check_uncached("Checkpointer")
         if self.url.is_local and os.path.realpath(self.url.path) == os.path.realpath(directory):
             msg = f"Checkpointer: the mirror {url} is the directory of the checkpoints: expected another place."
             raise CheckpointError(f"{msg} Pass the URL of one, or no mirror.")
@@ -212,6 +213,8 @@ class MirroredSeries(Series):
         """
         since, folder, there = time.monotonic(), self.path(near), self.url / name_of(near.step)
         opened(folder, skip_foreign=True).check()
+        if there.is_file():
+            raise CheckpointError(f"{there} is a file. Remove it")
         ending = {name: (folder / name).read_bytes() for name in (MANIFEST, METADATA) if (folder / name).exists()}
         (there / METADATA).unlink()
         if there.exists():
@@ -284,7 +287,8 @@ def _save_in(folder: RemotePath) -> str | None:
                 raise error.__cause__ from None
             return None  # it is damaged
         files = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
-        if METADATA in sizes and files.items() <= sizes.items():
+        length = sizes.get(METADATA, -1) if manifest is None else manifest.metadata[0]
+        if sizes.get(METADATA) == length and files.items() <= sizes.items():
             return "" if manifest is None else manifest.save
     return None
 

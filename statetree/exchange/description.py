@@ -266,7 +266,13 @@ def manifest_of(verb: str, src: int, description: Description, leaves: list[Any]
     """
     chunks, own = {}, received.own
     for index, (dtype, shape) in description.exchanged.items():
-        pieces = [] if own is None or index in own.chunks or 0 in shape else [own.leaves[index].detach()]
+        held = None if own is None else own.chunks.get(index)
+        if own is None or 0 in shape:
+            pieces = []
+        elif held is None:
+            pieces = [own.leaves[index].detach()]
+        else:  # of a leaf type that says so of all that it has
+            pieces = [*held.pieces] if [*held.boxes] == [whole_box(shape)] else []
         boxes = [whole_box(shape)] * len(pieces)
         chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [src]), boxes, pieces, index, "")
     return Manifest.described(verb, description.outline, description.spec, leaves, chunks, received)

@@ -312,6 +312,8 @@ def _destination(path: str | os.PathLike[str], shard_bytes: int | None) -> tuple
         raise CheckpointError(msg)
     with _errors_named(path):
         found = format_for(target)
+        if isinstance(target, RemotePath):
+            target.check_uncached("save")
         if is_url(path) and isinstance(target, Path):  # file://: most of what has URLs has no folders to be made before
             target.parent.mkdir(parents=True, exist_ok=True)
     if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):

@@ -112,6 +112,14 @@ class RemotePath:
             raise CheckpointError(msg) from error
         return cast("Path", cls(system, path))
 
+    def check_uncached(self, verb: str) -> None:
+        """Raise ``CheckpointError`` if files are kept behind the URL, which would stay what they were before a save."""
+        if isinstance(self.system, import_module("fsspec.implementations.cached").CachingFileSystem):
+            what = f"{verb}: {self} is read through a cache, which would keep what is there now"
+            raise CheckpointError(
+                f"{what}: expected the place itself. Pass the URL behind simplecache:: or filecache::."
+            )
+
     def __fspath__(self) -> str:
         return str(self)
 
@@ -196,7 +204,12 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         """Whether it is a folder, or a DCP directory on a server that does not tell of folders."""
-        return self._kind() == "directory" or (not self.suffix and (self / ".metadata").is_file())
+        kind = self._kind()
+        if kind == "directory" or self.suffix:
+            return kind == "directory"
+        with suppress(*[OSError] * (kind == "file")):  # which a server may answer in any way: it has no folder there
+            return (self / ".metadata").is_file()
+        return False
 
     def is_file(self) -> bool:
         return self._kind() == "file"
@@ -264,11 +277,15 @@ class RemotePath:
         self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
         partial = self.with_name(f"{self.name}.partial")
         self._ask(self.system.pipe_file, partial.path, data)
-        if self.is_local or glob.escape(self.path) == self.path:
+        if not self._is_pattern() or type(self.system).mv is not import_module("fsspec").AbstractFileSystem.mv:
             self._ask(self.system.mv, partial.path, self.path)
-        else:  # most file systems move what matches the path: that of ``run[1]`` is one of ``run1``
+        else:
             self._ask(self.system.cp_file, partial.path, self.path)
             self._ask(self.system.rm_file, partial.path)
+
+    def _is_pattern(self) -> bool:
+        """Whether fsspec's ``rm`` and ``mv`` take what matches the path: that of ``run[1]`` is one of ``run1``."""
+        return not self.is_local and glob.escape(self.path) != self.path
 
     def unlink(self) -> None:
         """Remove the file, if there is one."""
@@ -277,7 +294,9 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove a folder with all that lies in it."""
-        # One by one: ``rm`` removes what matches the path. That of ``run[1]`` is one of ``run1``, another run.
+        if not self._is_pattern():
+            self._ask(self.system.rm, self.path, recursive=True)
+            return
         self._ask(self.system.invalidate_cache, self.path)
         found = self._read(self.system.find, self.path, withdirs=True, detail=True)
         for path in sorted(found, reverse=True):  # what lies in a folder before the folder

@@ -429,6 +429,13 @@ def place_rows():
     assert torch.equal(st.reshard(here, like)["w"].table, torch.arange(4.0))
     with st.prepare(st.gather, here) as gathered:
         assert torch.equal(gathered()["w"].table, torch.arange(4.0))
+    # From a rank that says of all that it has where it is, beside a leaf that is cut.
+    mesh = mesh_of(dist.get_world_size())
+    given = {"w": PlacedRows(A.clone(), torch.arange(4.0), 0), "x": TwoTensor(A.clone(), B.clone())}
+    both = {**like, "x": zeroed(around(mesh, [Shard(0)]))}
+    made = st.distribute(None if dist.get_rank() else given, both, src=0)
+    assert torch.equal(made["w"].codes, A[first:last])
+    check_same(made["x"], around(mesh, [Shard(0)]))
     here["w"].table += dist.get_rank()
     for call in (st.gather, st.digest, lambda tree: st.reshard(tree, like, in_place=True)):
         name, message = attempt(lambda call=call: call(here))

@@ -840,3 +840,44 @@ def test_a_file_named_like_a_step_is_none_and_stays(kind, tmp_path, far):
     names = sorted(map(os.path.basename, system.ls(path, detail=False)))
     assert names == ["step-00000002", "step-00000099"]
     assert system.cat_file(f"{path}/step-00000099") == b"notes"
+
+
+def test_a_file_in_the_place_of_a_step_stops_no_other_upload(tmp_path, far, caplog):
+    far.makedirs("/far")
+    far.pipe_file("/far/step-00000002", b"notes")
+    with Checkpointer(tmp_path, mirror="memory://far", keep=1, keep_every=2) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state(step))
+            saved._mirror.wait()
+    assert mirrored(far) == ["step-00000003"]
+    assert far.cat_file("/far/step-00000002") == b"notes"
+    assert any("step-00000002 is a file" in record.getMessage() for record in caplog.records)
+
+
+def test_metadata_that_are_cut_are_no_step(tmp_path, far):
+    with Checkpointer(tmp_path / "near", mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    far.pipe_file("/far/step-00000002/.metadata", far.cat_file("/far/step-00000002/.metadata")[:20])
+    assert Checkpointer(tmp_path / "another", mirror="memory://far").steps() == [1]
+
+
+def test_what_has_a_rename_of_its_own_is_asked_for_it(tmp_path, far, monkeypatch):
+    def rename(self, old, new):
+        self.store[new if new.startswith("/") else f"/{new}"] = self.store.pop(
+            old if old.startswith("/") else f"/{old}"
+        )
+
+    def refuse(*_, **__):
+        raise NotImplementedError
+
+    monkeypatch.setattr(MemoryFileSystem, "mv", rename)
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", refuse)
+    with Checkpointer(tmp_path, mirror="memory://run[1]") as saved:
+        saved.save(1, state(1))
+    assert mirrored(far) == ["step-00000001"]
+
+
+def test_a_mirror_behind_a_cache_is_refused(tmp_path):
+    with pytest.raises(st.CheckpointError, match=r"Checkpointer: .* is read through a cache"):
+        Checkpointer(tmp_path, mirror=f"simplecache::file://{tmp_path}/far")

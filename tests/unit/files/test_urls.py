@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import statetree as st
 from statetree.cli import app
@@ -77,3 +79,28 @@ def test_a_colon_alone_makes_no_url(tmp_path, monkeypatch):
     for name in ("a:b.pt", "step:3.safetensors"):
         st.save({"w": torch.arange(3)}, name)
         assert st.offload(st.files.open(name))["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+def test_nothing_is_saved_behind_a_cache_which_would_keep_what_was_there(name, cache, tmp_path):
+    st.save({"w": torch.ones(2)}, tmp_path / name)
+    url = f"{cache}::file://{tmp_path}/{name}"
+    assert st.load(url)["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"save: .* is read through a cache"):
+        st.save({"w": torch.zeros(2)}, url)
+    assert st.load(tmp_path / name)["w"].tolist() == [1, 1]
+
+
+def test_a_file_without_a_suffix_is_read_whatever_a_server_says_of_what_lies_in_it(monkeypatch):
+    with fsspec.open("memory://files/42", "wb") as file:
+        torch.save({"w": torch.ones(2)}, file)
+    info = MemoryFileSystem.info
+
+    def answer(self, path, **options):
+        if "/.metadata" in path:
+            raise OSError("500")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", answer)
+    assert st.load("memory://files/42")["w"].tolist() == [1, 1]
