@@ -157,11 +157,11 @@ def renew_after_fork(obj: T, renew: Callable[[T], None]) -> None:
 
 
 def _renew_all() -> None:
-    if _PutOff.thread not in (None, threading.get_ident()):  # by a thread that the child lacks
-        gc.enable()
-        _PutOff.thread = None
     for obj, renew in list(_RENEWED.items()):
         renew(obj)
+    if _PutOff.thread not in (None, threading.get_ident()):  # by a thread that the child lacks
+        _PutOff.thread = None
+        gc.enable()
 
 
 if hasattr(os, "register_at_fork"):

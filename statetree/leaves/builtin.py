@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from statetree.leaves.engine_type import EngineLeafType
 
-#: Leaf types of classes that are looked for by name, so that their modules (of ``types``) are loaded only when they are
-#: met.
+#: Leaf types of classes that are looked for by name: their modules (of ``types``) are loaded only when they are met.
 _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed.tensor._api.DTensor": ("dtensor", "DTENSOR"),
     "torch.distributed.tensor.DTensor": ("dtensor", "DTENSOR"),

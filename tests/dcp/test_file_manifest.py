@@ -164,7 +164,7 @@ def changed(data, **values):
 
 
 def test_what_the_manifest_tells_is_not_unpickled(steps, monkeypatch):
-    monkeypatch.setattr(metadata, "read_pickle", None)
+    monkeypatch.setattr(metadata, "read_metadata", None)
     assert_trees_equal(statetree.load(steps[0]), state_of(1))
 
 

@@ -7,6 +7,8 @@ import pathlib
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -96,31 +98,38 @@ def test_collections_are_put_off_and_left_as_they_were(enabled):
         gc.enable() if before else gc.disable()
 
 
+FORKED = """
+import gc, os, sys, threading, warnings
+from statetree.declare import without_collections
+
+def fork():
+    warnings.simplefilter("ignore")  # that there are threads
+    child = os.fork()
+    if not child:
+        os._exit(int(gc.isenabled()))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+@without_collections
+def run():
+    if sys.argv[1] == "main":
+        fork()
+    else:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+run()
+print(int(gc.isenabled()))
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("by", ["another", "main"])
 def test_a_child_forked_while_collections_are_put_off_collects_if_they_would_stay_so(by):
-    found = []
-
-    def fork():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are threads
-            child = os.fork()
-        if not child:
-            os._exit(int(gc.isenabled()))
-        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    @without_collections
-    def run():
-        if by == "main":
-            fork()
-        else:
-            thread = threading.Thread(target=fork)
-            thread.start()
-            thread.join()
-
-    run()
-    assert found == [int(by == "another")]
-    assert gc.isenabled()
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED, by], capture_output=True, text=True, timeout=units(60), check=True
+    )
+    assert ran.stdout.split() == [str(int(by == "another")), "1"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")

@@ -175,6 +175,8 @@ def lost(action, places, kind):
             errors._LATER.checks = None
     finally:
         signal.signal(signal.SIGALRM, before)
+        raised.clear()  # whose tracebacks hold what was interrupted, locks too
+        caught = None
     return found
 
 
