@@ -12,7 +12,7 @@ import pickle
 import re
 import reprlib
 from operator import add
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -53,20 +53,15 @@ class Described(NamedTuple):
     files: Mapping[str, ManifestFile] | None = None  # what that lists
 
 
-class _Sealed(type):
-    """The class of classes that a pickle cannot change, though it may set attributes of what is on its stack."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise BadPickle(f"it sets {name!r} of a class")
-
-
-class _Object(metaclass=_Sealed):
+class _Object:
     """What stands for an object of a class of torch's: its state, as the pickle has it."""
 
     __slots__ = ("state",)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state  # which may be that of many: without this method, each would have a copy
+        # Without this method, a pickle could set attributes of the class, and each object would have a copy of its
+        # state, which may be that of many.
+        self.state = state
 
 
 class _Size(_Object):
@@ -88,7 +83,7 @@ class _Ignored(_Object):
 
 
 def _stand_in(name: str) -> type[_Object]:
-    return cast("type[_Object]", _Sealed(name, (_Object,), {"__slots__": ()}))
+    return type(name, (_Object,), {"__slots__": ()})
 
 
 _Bytes: Final = _stand_in("BytesStorageMetadata")
@@ -121,7 +116,7 @@ _KNOWN: Final[dict[str, Any]] = {
 #: Instructions of pickles that take about as much memory as they are long. Those that are left out can take any amount
 #: (places for what is referred to later, say): one flipped bit could end the process.
 _HARMLESS: Final = re.compile(
-    rb"(?:[(012Nabdelstu)}\]R\x81\x85-\x89\x8f-\x91\x93\x94]++|[Khq\x80].|M..|[Jj].{4}|G.{8}|[SV][^\n]*\n|[ILFg][^\n]{0,99}\n"
+    rb"(?:[(012Nabdelstu)}\]R\x81\x85-\x89\x8f-\x91\x93\x94]++|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}|[SV][^\n]*\n|[ILFg][^\n]{0,99}\n"
     rb"|c[^\n]*\n[^\n]*\n|p\d{1,6}\n|[UC\x8a\x8c](?:%b))*+"
     % b"|".join([re.escape(bytes([length])) + b".{%d}" % length for length in range(256)]),
     re.DOTALL,
@@ -130,27 +125,16 @@ _HARMLESS: Final = re.compile(
 _NUMBERED: Final = (pickle.BINUNICODE, pickle.BINBYTES, pickle.BINSTRING, pickle.LONG_BINPUT)
 
 
-def _checked(data: bytes) -> bytes:
-    """Return a pickle of the same instructions in one frame, none of which takes much more memory than it is long.
-
-    At the end of a frame, the unpickler would leave out the beginning of an instruction that goes on behind it, and
-    take what follows for instructions that nobody has looked at.
-    """
-    parts: list[bytes] = []
-    begin = end = 0
+def _check_instructions(data: bytes) -> None:
+    """Raise ``BadPickle`` if a pickle has an instruction that may take much more memory than it is long."""
+    end = 0
     while (end := _HARMLESS.match(data, end).end()) < len(data):  # type: ignore[union-attr]  # it matches nothing, too
         code, number = data[end : end + 1], int.from_bytes(data[end + 1 : end + 5], "little")
-        if code == pickle.FRAME:
-            parts.append(data[begin:end])
-            begin = end = end + 9
-        elif code == pickle.STOP:  # what comes after it is not read
-            break
-        elif code in _NUMBERED and number <= len(data):
-            end += 5 if code == pickle.LONG_BINPUT else 5 + number
-        else:
+        if code == pickle.STOP:  # what comes after it is not read
+            return
+        if code not in _NUMBERED or number > len(data):
             raise BadPickle(f"it has the instruction {code!r} at byte {end}, which metadata do not need")
-    checked = b"".join([*parts, data[begin : end + 1]])
-    return b"".join([pickle.PROTO, b"\x04", pickle.FRAME, len(checked).to_bytes(8, "little"), checked])
+        end += 5 if code == pickle.LONG_BINPUT else 5 + number
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -163,11 +147,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(data: bytes) -> Described:
     """Return what pickled metadata say. Raises ``BadPickle`` if they are something else."""
-    data = _checked(data)
+    _check_instructions(data)
+    # All is one frame: at the end of a frame of its own, the unpickler would leave out the beginning of an instruction
+    # that goes on behind it, and take what follows for instructions that nobody has looked at.
+    file = io.BytesIO(b"".join([pickle.PROTO, b"\x04", pickle.FRAME, len(data).to_bytes(8, "little"), data]))
     # Tuples that are keys are hashed by C code which calls itself for each that lies in another one.
     levels = sum(map(data.count, (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)))
     try:
-        found = on_deep_stack(levels, _MetadataUnpickler(io.BytesIO(data), encoding="utf-8").load)
+        found = on_deep_stack(levels, _MetadataUnpickler(file, encoding="utf-8").load)
         return _described(found)
     except (BadPickle, MemoryError):
         raise
@@ -218,7 +205,7 @@ def _described(found: Any) -> Described:
 
 
 def _entry(value: Any) -> StoredEntry:
-    if type(value) is _Bytes and not hasattr(value, "state"):
+    if type(value) is _Bytes:
         return StoredEntry()
     state = _attributes(_Tensor, value)
     dtype = _of(torch.dtype, _of(tuple, _of(_Properties, state["properties"]).state)[0])

@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 import zlib
@@ -192,11 +193,15 @@ BOMBS |= {
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_metadata_of_any_protocol_are_read(protocol, tmp_path):
+    before = threading.stack_size()
     state = {f"{'long' * 100}.{index}": torch.tensor([index]) for index in range(300)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
     assert statetree.similarity(statetree.load(tmp_path), state)
+    path.write_bytes(path.read_bytes() + b"\n\0 what comes after the end")
+    assert statetree.similarity(statetree.load(tmp_path), state)
+    assert threading.stack_size() == before
 
 
 QUICK_BOMBS = ["a deep key", "shared lists"]  # in one process, which takes longer to start than to load
