@@ -1,4 +1,4 @@
-"""What code declares: transforms how ``chain`` applies them, properties that they are cached, phases what they are."""
+"""What code declares: how ``chain`` applies transforms, what is cached, what phases are, when garbage is collected."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from statetree.chunks.boxes import Box
 from statetree.dcp.file_manifest import ID_PREFIX, Index, Stored
 from statetree.errors import unsignalled
 from statetree.files.pickled_tensors import size_of
-from statetree.files.unpickling import BadPickle
+from statetree.files.unpickling import BadPickle, damage_of
 from statetree.files.untrusted import on_deep_stack
 
 if TYPE_CHECKING:
@@ -158,10 +158,8 @@ def read_metadata(data: bytes) -> Described:
         return _described(found)
     except (BadPickle, MemoryError):
         raise
-    except unsignalled(IndexError, KeyError, EOFError, pickle.UnpicklingError):
-        raise BadPickle("it is cut off, or refers to what it does not hold") from None
     except unsignalled(Exception) as error:  # functions are given anything
-        raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
+        raise damage_of(error) from None
 
 
 def _of(cls: type[T], value: Any) -> T:

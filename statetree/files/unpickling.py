@@ -237,10 +237,15 @@ def read_pickle(
         return unpickler.read(), list(unpickler.foreign)
     except (BadPickle, CheckpointError):
         raise
-    except unsignalled(IndexError, KeyError, EOFError, pickle.UnpicklingError):
-        raise BadPickle("it is cut off, or refers to what it does not hold") from None
     except unsignalled(Exception) as error:  # functions are given anything
-        raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
+        raise damage_of(error) from None
+
+
+def damage_of(error: Exception) -> BadPickle:
+    """Return what is wrong with a pickle, by what unpickling it raised."""
+    if isinstance(error, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
+        return BadPickle("it is cut off, or refers to what it does not hold")
+    return BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})")
 
 
 def shallow(keys: Iterable[Any]) -> Iterable[Any]:
