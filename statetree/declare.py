@@ -101,6 +101,26 @@ def without_collections(function: F) -> F:
     return cast("F", run)
 
 
+def with_collections(function: F) -> F:
+    """Declare that a function takes as long as a disk does (a decorator): garbage is collected while it runs.
+
+    It is for what is called where collections are put off.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _PutOff.thread != threading.get_ident():
+            return function(*args, **kwargs)
+        try:
+            gc.enable()
+            return function(*args, **kwargs)
+        finally:
+            if _PutOff.thread == threading.get_ident():
+                gc.disable()
+
+    return cast("F", run)
+
+
 class cached_property(Generic[T]):
     """A property that is computed once, and then lies in the instance's ``__dict__``, where it is found first.
 

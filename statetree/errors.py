@@ -274,6 +274,9 @@ def prefix_hint(left: Iterable[str], right: Iterable[str], told: tuple[str, str]
 class CheckpointError(StateTreeError):
     """A checkpoint could not be written or read."""
 
+    #: Whether other ranks failed, of what is no error of this library: they take no part any more.
+    failed_elsewhere = False
+
 
 class _AtPath(StateTreeError):
     def __init__(self, message: str, path: Path | None = None) -> None:

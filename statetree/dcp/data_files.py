@@ -17,7 +17,7 @@ from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredPiece, StoredTensor
-from statetree.files.tensor_archives import archive_of
+from statetree.files.tensor_archives import archive_finder
 from statetree.files.torch_format import TorchArchive
 from statetree.files.torch_members import read_members
 from statetree.files.untrusted import refuse
@@ -43,6 +43,7 @@ class DataFiles:
         self._opened: dict[str, FileRange] = {}
         self._pieces: dict[Index, StoredPiece] = {}
         self._held: Any = None
+        self._archive_of = archive_finder()
 
     def open(self, name: str) -> FileRange:
         """Return a data file, of the size and of the save that the manifest says."""
@@ -60,7 +61,7 @@ class DataFiles:
 
     def value(self, key: str, *, verify: bool) -> bytes:
         """Return what was written of a plain value."""
-        entry = self._entry(Index(key, None), verify=verify)
+        entry = self._entry(Index(key, None), verify=verify, at_once=True)
         return entry.read(0, entry.length, "its bytes")
 
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
@@ -75,7 +76,9 @@ class DataFiles:
                 "some of its ranks, or is damaged. Load another one."
             )
         outline = torch.empty(shape, dtype=dtype, device="meta")
-        ordered = sorted(boxes, key=lambda box: self.described.pieces[Index(key, box.start)])
+        ordered = [*boxes]
+        if len(boxes) > 1:
+            ordered.sort(key=lambda box: self.described.pieces[Index(key, box.start)])
 
         def find(wanted: Box) -> Iterator[StoredPiece]:
             for box in ordered:
@@ -90,13 +93,13 @@ class DataFiles:
             self._entry(index, verify=True)
         return len(self.described.pieces)
 
-    def _entry(self, index: Index, *, verify: bool) -> FileRange:
+    def _entry(self, index: Index, *, verify: bool, at_once: bool = False) -> FileRange:
         """Return the bytes of a piece, or of a plain value. What is small is read at once to be verified."""
         stored = self.described.pieces[index]
         entry = self.open(stored.name).part(stored.offset, stored.length, f"the entry {index.key!r}")
         if not verify:
             return entry
-        if entry.length <= _SMALL_BYTES:
+        if at_once or entry.length <= _SMALL_BYTES:
             entry = entry.in_memory()
         if self.described.files is None:
             check_entry(entry)
@@ -119,13 +122,13 @@ class DataFiles:
 
     def _like_torch(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece | None:
         """Return the piece if its entry is, around the elements, what torch writes, and what the manifest says."""
-        archive, stored = archive_of(dtype, box.sizes), self.described.pieces[index]
+        archive, stored = self._archive_of(dtype, box.sizes), self.described.pieces[index]
         if archive is None or archive.length != stored.length:
             return None
         whole = self._entry(index, verify=False)
         if verify and whole.length <= _SMALL_BYTES:
             whole = whole.in_memory()
-        place = whole.part(len(archive.head), archive.nbytes, f"the entry {index.key!r}")
+        place = whole.part(len(archive.head), archive.nbytes, whole.entry)
         if verify and not (whole.is_held and stored.checksum is not None):
             found = archive.stated(whole)
             if found is None or (self.described.files is not None and found[1] != stored.checksum):

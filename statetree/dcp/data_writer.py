@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.dcp.file_manifest import TRAILER, Index, ManifestFile, Stored, check_file, read_manifest
+from statetree.declare import without_collections
 from statetree.errors import CheckpointError, checked_at_once, suppress
 from statetree.files.block_checksums import RunningChecksum
 from statetree.files.job_threads import in_threads
@@ -24,7 +25,7 @@ from statetree.files.publishing import begin_to_sync
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import in_buckets, memory_view
-from statetree.files.tensor_archives import archive_of
+from statetree.files.tensor_archives import archive_finder, archive_of
 from statetree.spans.bits import same_bytes
 from statetree.torch_internals import as_copied, resolved
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.ranges import FileRange
+    from statetree.files.tensor_archives import ArchiveFinder
 
 _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
@@ -40,6 +42,8 @@ _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
 #: From so many bytes on there are two files: to wait for the disk takes a few milliseconds for each.
 _WORTH_BYTES: Final = 32 << 20
+#: From how many bytes on, in the mean, pieces are large: most of the time is the system's.
+_LARGE_BYTES: Final = 1 << 18
 #: How much is written at a time: what was read for its checksum is still in the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20
 #: Of how many parts at most: Linux takes 1,024 in one call.
@@ -76,12 +80,17 @@ class DataWriter:
         in_threads(jobs, min(2, torch.get_num_threads()))
 
     def write_all(self) -> None:
-        """Write all pieces: into one file, or into two where two threads have enough to write."""
+        """Write all pieces: into one file, or into two where two threads have enough to write.
+
+        Small pieces are Python's work, in which threads only wait for each other.
+        """
         indices = sorted(self.pieces, key=lambda index: index.start is not None)  # values first, as DCP
         ends = [*accumulate(self.pieces[index].nbytes for index in indices)]
-        is_worth = torch.get_num_threads() > 1 and ends and ends[-1] >= _WORTH_BYTES
+        are_small = not ends or ends[-1] < _LARGE_BYTES * len(ends)
+        is_worth = torch.get_num_threads() > 1 and not are_small and ends[-1] >= _WORTH_BYTES
         half = bisect_left(ends, ends[-1] / 2) + 1 if is_worth else len(indices)
-        self.write([indices[:half], indices[half:]] if half < len(indices) else [indices])
+        write = without_collections(self.write) if are_small else self.write
+        write([indices[:half], indices[half:]] if half < len(indices) else [indices])
 
     def _writing(self, name: str, indices: Sequence[Index]) -> Generator[None, None, None]:
         """Write a file, a piece at each step."""
@@ -89,10 +98,11 @@ class DataWriter:
         path.unlink(missing_ok=True)  # never written over: others may be linked to it
         values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
         pieces: dict[Index, Stored] = {}
+        find = archive_finder()
         with path.open("xb", buffering=0) as file:
             end = FileEnd(file.fileno())
             for index in values_first:
-                at, source = end.at, PieceSource(self.pieces[index].data)
+                at, source = end.at, PieceSource(self.pieces[index].data, find)
                 pieces[index] = Stored(name, at, source.length, *source.write(end))
                 yield
             end.add(TRAILER + self.save.encode())
@@ -164,14 +174,14 @@ class PieceSource:
     time.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, find: ArchiveFinder = archive_of) -> None:
         self._archive = None
         if isinstance(data, StoredTensor):
-            self._archive = archive_of(data.dtype, data.shape)
+            self._archive = find(data.dtype, tuple(data.shape))
             data = data if self._archive else data.tensor()
         if isinstance(data, torch.Tensor):
             data, dtype = resolved(data.detach() if data.requires_grad else data), data.dtype
-            self._archive = archive_of(dtype, data.shape)
+            self._archive = find(dtype, data.shape)
             data = as_copied(data)  # a copy of bools would change bytes that are neither 0 nor 1
             if self._archive is None:
                 file = io.BytesIO()

@@ -174,15 +174,13 @@ def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> N
 
 
 @contextmanager
-def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
-    """Turn what goes wrong inside into a ``CheckpointError`` that names the place."""
+def save_errors(place: Any) -> Iterator[None]:
+    """Turn what goes wrong in a save into a ``CheckpointError`` that names the place."""
     try:
         yield
     except StateTreeError:
         raise
     except unsignalled(Exception) as error:
-        remedy = "It is incomplete, and does not load. Save again once the cause is mended."
-        if verb == "load":
-            remedy = "The template's tensors may be filled in part. Load another checkpoint."
         what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
-        raise CheckpointError(f"{verb}: the checkpoint {place}: {what}. {remedy}") from error
+        remedy = "It is incomplete, and does not load. Save again once the cause is mended."
+        raise CheckpointError(f"save: the checkpoint {place}: {what}. {remedy}") from error

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.dcp.groups import by_first, checkpoint_errors, from_all, ranks_of
+from statetree.dcp.groups import by_first, from_all, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.declare import phase
 from statetree.errors import CheckpointError, StateTreeError, unsignalled, warn
@@ -57,6 +57,8 @@ class Restoration:
             try:
                 loaded = self._load()
             except CheckpointError as error:
+                if error.failed_elsewhere:  # which is no damage
+                    raise
                 damaged.append(error)
                 copy = self._by_first(lambda: self._series.copy_of(self.found))
                 if copy is not None:
@@ -99,15 +101,16 @@ class Restoration:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
             path = self._series.path(self.found)
-            with checkpoint_errors("load", path), phase("checkpointer.restore"):
+            with phase("checkpointer.restore"):
                 try:
                     make = partial(self._tree.template, path, self._options.where, strict=self._options.strict)
                     template = on_all_ranks("restore", self._ranks, make)
                     self._left = set()
                     options = self._options._replace(partly=self._left)
                     return load_tree(path, template, self._ranks, options, together=True)
-                except StateTreeError:  # on every rank alike
-                    another = self._by_first(self._find_instead)
+                except StateTreeError as error:  # on every rank alike, unless some have left
+                    has_left = isinstance(error, CheckpointError) and error.failed_elsewhere
+                    another = None if has_left else self._by_first(self._find_instead)
                     if another is None:
                         raise
                     self.found = another

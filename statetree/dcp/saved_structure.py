@@ -259,7 +259,7 @@ def _check_tree(structure: Structure) -> None:
 
 
 def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not {*map(type, values)} <= {str}:
         raise TypeError("expected a list of texts")
     return tuple(values)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statetree.dcp.events import Event
-from statetree.dcp.groups import by_first, check_same, checkpoint_errors, is_first
+from statetree.dcp.groups import by_first, check_same, is_first, save_errors
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
@@ -53,11 +53,11 @@ class StepWriter:
             complete = self.series.local() if self.incremental else []
             return made[0].path, self.series.path(complete[-1]) if complete else None
 
-        with checkpoint_errors("save", self.series.directory):
+        with save_errors(self.series.directory):
             check_same(verb, "step", repr(step), group)
         check_step(verb, step)
         try:
-            with checkpoint_errors("save", self.series.directory), phase("checkpointer.save"):
+            with save_errors(self.series.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
                 write(state, path, group, options._replace(incremental=self.incremental, base=base))
             nbytes, removed = self._publish(step, made, group)

@@ -109,7 +109,8 @@ def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
 
     Raises:
         StateTreeError: What the first rank raised, with a note that says which ranks did; what this one raised, if it
-            is not of this library or an interrupt; or a ``CheckpointError`` with what others did.
+            is not of this library or an interrupt; or a ``CheckpointError`` with what others did, which has
+            ``failed_elsewhere``.
         RankMismatch: If other ranks make another call.
     """
     result: Any = None
@@ -145,7 +146,7 @@ def _of_ranks(verb: str, group: Group, own: BaseException | None, errors: dict[i
     foreign = {rank: error for rank, error in errors.items() if not isinstance(error, StateTreeError)}
     lines = [f"rank {rank}: {type(foreign[rank]).__name__}: {foreign[rank]}".rstrip(": ") for rank in sorted(foreign)]
     failure = CheckpointError(f"{verb}: it failed on other ranks: {shown(lines)}")
-    failure.__cause__ = own
+    failure.__cause__, failure.failed_elsewhere = own, True
     return failure
 
 

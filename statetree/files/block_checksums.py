@@ -30,10 +30,10 @@ def marks_length(nbytes: int) -> int:
 
 
 class RunningChecksum:
-    """Sums up bytes that come one after the other."""
+    """Sums up bytes that come one after the other. ``value`` is the CRC-32 so far, at first of what lies before."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.value = 0
+    def __init__(self, nbytes: int, value: int = 0) -> None:
+        self.value = value
         self._marks: list[int] = []
         self._step = self._left = block_bytes(nbytes)
 

@@ -95,7 +95,8 @@ def matched_entries(
     found.update(_under_other_names(leaves, found))
     if not stored[1]:  # names alone tell of no empty list
         lists = [i for i, leaf in enumerate(leaves) if type(leaf) in (list, tuple) and not leaf and i not in found]
-        inside = {i for i in lists for name in theirs.names if name.startswith(f"{ours.names[i]}.")}
+        others = [name for place, name in enumerate(theirs.names) if place not in taken]
+        inside = {i for i in lists for name in others if name.startswith(f"{ours.names[i]}.")}
         found.update((i, type(leaves[i])()) for i in lists if i not in inside)
     if not strict:  # a HOLE counts as a leaf that is not there
         found = {index: value for index, value in found.items() if (value is HOLE) is (leaves[index] is HOLE)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import torch
 
 from statetree.chunks.local import location_of
+from statetree.declare import with_collections
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, unsignalled
 from statetree.exchange.manifest import chunks_of
 from statetree.files.job_threads import in_threads
@@ -73,7 +74,9 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
         location = location_of(target.tensor)
         if location not in filled:  # otherwise it is compared below
             filled.add(location)
-            (overlapping if overlaps_itself(target.tensor.shape, target.tensor.stride()) else plain).append(target)
+            tensor = target.tensor
+            is_plain = tensor.is_contiguous() or not overlaps_itself(tensor.shape, tensor.stride())
+            (plain if is_plain else overlapping).append(target)
     _read_each(verb, plain)
     refused = [target.path for target in overlapping if not _fill_overlapping(target.tensor, target.fresh(verb))]
     pairs = shared_elements(Columns([target.tensor for target in targets]))
@@ -88,15 +91,23 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
 def _read_each(verb: str, targets: Sequence[Target]) -> None:
     """Fill tensors: large ones by two threads, of which one reads while the other sums up what it has read."""
 
-    def reading(target: Target) -> Generator[None, None, None]:
-        yield target.read(verb, target.tensor)
-
-    large = [t for t in targets if t.tensor.nbytes >= _LARGE_BYTES and t.tensor.device.type == "cpu"]
-    shared = set(map(id, large))
-    for target in targets:
-        if id(target) not in shared:
+    def read(some: Sequence[Target]) -> None:
+        for target in some:
             target.read(verb, target.tensor)
-    in_threads(list(map(reading, large)), min(2, torch.get_num_threads()))
+
+    def reading(target: Target) -> Generator[None, None, None]:
+        read([target])
+        yield
+
+    @with_collections
+    def read_large() -> None:
+        large = [target for target in targets if target.tensor.nbytes >= _LARGE_BYTES]
+        read([target for target in large if target.tensor.device.type != "cpu"])
+        here = [target for target in large if target.tensor.device.type == "cpu"]
+        in_threads(list(map(reading, here)), min(2, torch.get_num_threads()))
+
+    read([target for target in targets if target.tensor.nbytes < _LARGE_BYTES])
+    read_large()
 
 
 def _fill_overlapping(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:

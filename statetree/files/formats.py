@@ -249,8 +249,7 @@ def save(
         {'layers.0': StoredTensor(float32, [2])}
     """
     ranks = group_of("save", group, None)
-    on_ranks = lie_on_ranks("save", *flatten_for("save", tree))
-    is_together = on_ranks or group is not None
+    is_together = group is not None or lie_on_ranks("save", *flatten_for("save", tree))
     if not is_together:
         target, found = _destination(path, shard_bytes)
         is_together = found.by_all_ranks and ranks.process_group is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.declare import phase, without_collections
+from statetree.declare import phase, with_collections, without_collections
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
@@ -19,6 +19,7 @@ from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
+from statetree.files.remote import is_url
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject, all_within
 from statetree.leaves.builtin import IN_A_FILE, is_cuttable, is_distributed, is_stored, is_value, materialized
@@ -142,9 +143,14 @@ class LoadOptions(NamedTuple):
     through: Callable[[Any], Any] | None = None
 
 
-@quietly
 def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
     """Do as ``load``."""
+    run = _load_tree if is_url(path) else without_collections(_load_tree)  # of a server, each small tensor takes long
+    return run(path, like, ranks, options, together=together)
+
+
+@quietly
+def _load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
     job = _Whole(options) if like is None else _Filled(like, options, ranks)
 
     @without_collections
@@ -196,6 +202,7 @@ class _Whole:
         if checkpoint.foreign and self._where is None:
             raise _not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
 
+    @with_collections
     def read(self) -> Any:
         return replicated("load", self._tree, memory_of("cpu"), copy=True)
 
@@ -302,7 +309,7 @@ class _Filled:
             parts.check(self._paths[index], self._result[index])
         fill("load", self._targets)
         if self._write is not None:
-            self._write()
+            with_collections(self._write)()
         for index, parts in self._parts.items():
             self._result[index] = parts.completed(self._paths[index], self._result[index])
         return self._lowered.outline.lift("load", self._result, self._lowered.recipes)

@@ -77,7 +77,8 @@ def write_whole(
     target = path.parent.resolve() / path.name
     _check_destination(target, is_directory=is_directory, overwrite=overwrite)
     _check_protected(path, [target], protected)
-    folder = target.with_name(f".{target.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
+    beginning = os.fsencode(target.name)[:_LONGEST_NAME].decode(errors="ignore")  # of so many bytes, not characters
+    folder = target.with_name(f".{beginning}.partial-{uuid.uuid4().hex}")
     last: Path | None = None  # while files get their names: the one that speaks of the others, if it is replaced
     try:
         folder.mkdir()

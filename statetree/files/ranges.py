@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import check_later, unsignalled
-from statetree.files.block_checksums import BlockChecksums, marks_length
+from statetree.files.block_checksums import BlockChecksums, RunningChecksum, block_bytes, marks_length
 from statetree.files.crc32 import crc32
 from statetree.files.untrusted import refuse
 
@@ -151,30 +151,33 @@ class OpenFiles:
         if not (found.is_as(known) and there.is_as(known)):
             refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
 
-    def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
-        """Fill memory with the bytes of a file from an offset on. ``label`` is what they are called in messages."""
-        handle, done = self._handle(path), 0
+    def fill(self, file: FileRange, view: memoryview, offset: int) -> None:
+        """Fill memory with the bytes of a file from an offset on, which are called as a range of it in messages."""
+        handle, done = self._handle(file.path), 0
         while done < len(view):
             try:
                 count = os.preadv(handle.number, [view[done:]], offset + done)
             except unsignalled(OSError) as error:
-                refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+                what = f"it cannot be read: {error.strerror or error}"
+                refuse(file.label, what, "Check its permissions, and the disk.")
             if not count:
-                refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
+                refuse(file.label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.nbytes_read += count
             done += count
 
-    def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
-        """Return bytes of a file as a storage, without reading them. Writing to it does not change the file."""
+    def mapped(self, file: FileRange) -> torch.UntypedStorage:
+        """Return bytes of a file as a storage. Writing to it does not change the file."""
         import torch  # headers are read without it
 
+        path = file.path
+        file.verify()
         self.check(path)
         if path not in self._mapped:
             handle = self._handle(path)
             name = f"/proc/self/fd/{handle.number}"  # what was opened, whatever lies at its path now
             name = name if os.path.exists(name) else str(path)
             self._mapped[path] = torch.UntypedStorage.from_file(name, shared=False, nbytes=self.identity(path).nbytes)
-        found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
+        found: torch.UntypedStorage = self._mapped[path][file.start : file.start + file.length]
         return found
 
 
@@ -191,14 +194,14 @@ class FileRange:
         self.path = path
         self.start = start
         self.length = length
-        self._entry = entry
+        self.entry = entry
         self._held = held
         self._checksums: BlockChecksums | None = None  # ``None`` once all of it was compared
 
     @property
     def label(self) -> str:
         """What these bytes are called in messages."""
-        return f"{self.path}: {self._entry}" if self._entry else str(self.path)
+        return f"{self.path}: {self.entry}" if self.entry else str(self.path)
 
     @classmethod
     def of(cls, data: bytes, label: str) -> FileRange:
@@ -213,7 +216,7 @@ class FileRange:
     def in_memory(self) -> FileRange:
         """Return the same bytes, read once, for many small reads."""
         held = memoryview(self.read(0, self.length, "its bytes"))
-        return FileRange(self.files, self.path, self.start, self.length, self._entry, held)
+        return FileRange(self.files, self.path, self.start, self.length, self.entry, held)
 
     def part(self, start: int, length: int, entry: str) -> FileRange:
         """Return a part of these bytes, under a name for messages. Raises unless it lies inside."""
@@ -225,7 +228,7 @@ class FileRange:
 
     def checked(self, what: str, checksum: int, marks: str = "") -> FileRange:
         """Return the same bytes, which ``fill`` and ``mapped`` compare with checksums, once: ``BlockChecksums``."""
-        found = FileRange(self.files, self.path, self.start, self.length, self._entry, self._held)
+        found = FileRange(self.files, self.path, self.start, self.length, self.entry, self._held)
         if marks and len(marks) != marks_length(self.length):
             refuse(self.label, f"{what} has {len(marks)} digits of checksums: expected {marks_length(self.length)}")
         found._checksums = BlockChecksums(what, checksum, self.length, marks)
@@ -257,9 +260,10 @@ class FileRange:
                 self._fill_compared(wanted, low, checksums)
             elif (block := self._block(checksums, low, high)) is not None:
                 wanted[:] = block[first - low : last - low]
-            else:
-                self._compare(checksums, low, high)
+            elif checksums.is_compared(low, high):
                 self._fill(wanted, first)
+            else:
+                self._compare(checksums, low, high, wanted, first)
 
     def _block(self, checksums: BlockChecksums, start: int, stop: int) -> memoryview | None:
         """Return a block of which a part is needed, unless it is large, in memory, or was compared and let go."""
@@ -268,7 +272,8 @@ class FileRange:
         place, last = (self.path, self.start + start), self.files.last_block
         if last is not None and last[:2] == place and len(last[2]) == stop - start:
             return last[2]
-        if checksums.is_compared(start, stop) or stop - start > BUCKET_BYTES:
+        most = max(BUCKET_BYTES, block_bytes(self.length)) if self.files.is_remote else BUCKET_BYTES
+        if checksums.is_compared(start, stop) or stop - start > most:
             return None
         block = memoryview(bytearray(stop - start))
         self._fill_compared(block, start, checksums)
@@ -279,7 +284,7 @@ class FileRange:
         if self._held is not None:
             view[:] = self._held[start : start + len(view)]
         else:
-            self.files.fill(self.path, view, self.start + start, self.label)
+            self.files.fill(self, view, self.start + start)
 
     def _fill_compared(self, view: memoryview, start: int, checksums: BlockChecksums) -> None:
         """Fill memory with whole blocks."""
@@ -295,19 +300,30 @@ class FileRange:
     def verify(self) -> None:
         """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
         checksums = self._checksums  # which another thread may take away
-        if checksums is not None:
+        if checksums is not None and not checksums.is_compared(0, self.length):
             self._compare(checksums, 0, self.length)
 
-    def _compare(self, checksums: BlockChecksums, start: int, stop: int) -> None:
-        """Read whole blocks to compare them, unless that was done."""
-        if not checksums.is_compared(start, stop):
-            self._check(checksums, start, stop, self.checksum(start, stop - start, checksums.upto(start)))
+    def _compare(
+        self, checksums: BlockChecksums, start: int, stop: int, wanted: memoryview | None = None, first: int = 0
+    ) -> None:
+        """Read whole blocks to compare them, and fill memory with those bytes of them that begin at ``first``."""
+        running, at = RunningChecksum(self.length, checksums.upto(start)), start
+        for view in self.blocks(start, stop - start):
+            running.add(view)
+            if wanted is not None:
+                low, high = max(at, first), min(at + len(view), first + len(wanted))
+                wanted[max(low - first, 0) : max(high - first, 0)] = view[low - at : max(high, low) - at]
+            at += len(view)
+        self._check(checksums, start, stop, running.value)
+        if self.files.is_remote and (start, stop) == (0, self.length):
+            self._checksums = BlockChecksums(checksums.what, running.value, self.length, running.marks)
 
     def _check(self, checksums: BlockChecksums, start: int, stop: int, found: int) -> None:
+        """Compare blocks. Those of a local file stay as they are; a server may send other bytes the next time."""
         expected = checksums.upto(stop)
         if found != expected:
             refuse(self.label, f"{checksums.what} has the checksum {found:08x}: expected {expected:08x}")
-        if checksums.set_compared(start, stop):
+        if not self.files.is_remote and checksums.set_compared(start, stop):
             self._checksums = None
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
@@ -331,12 +347,12 @@ class FileRange:
         return found
 
     def mapped(self) -> torch.UntypedStorage:
-        """Return these bytes as a storage, without reading them. What is in memory is copied."""
+        """Return these bytes as a storage. What is in memory is copied, and what is far away is fetched."""
         import torch  # headers are read without it
 
-        self.verify()
         if not self.length:
             return torch.UntypedStorage(0)
         if self._held is None:
-            return self.files.mapped(self.path, self.start, self.length)
+            return self.files.mapped(self)
+        self.verify()
         return torch.frombuffer(bytearray(self._held), dtype=torch.uint8).untyped_storage()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from statetree.files.ranges import FileRange
+
 #: Ranges are fetched in parts of so many bytes, several at a time.
 _PART_BYTES: Final = 8 << 20
 _AT_ONCE: Final = 8
@@ -342,17 +344,21 @@ class RemoteFiles(OpenFiles):
         if not self._now(path).is_as(self.identity(path)):
             refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
 
-    def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
+    def fill(self, file: FileRange, view: memoryview, offset: int) -> None:
         """Fill memory with the bytes of a file from an offset on, several parts at a time."""
-        place = cast("RemotePath", path)
+        place = cast("RemotePath", file.path)
 
         def fetch(first: int) -> Generator[None, None, None]:
             part = view[first : first + _PART_BYTES]
             data = place.read(offset + first, offset + first + len(part))
             if len(data) > len(part):
-                refuse(label, f"the server sent {len(data)} bytes for {len(part)}: it serves no ranges", "Download it.")
+                refuse(
+                    file.label,
+                    f"the server sent {len(data)} bytes for {len(part)}: it serves no ranges",
+                    "Download it.",
+                )
             if len(data) < len(part):
-                refuse(label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
+                refuse(file.label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
             part[:] = data
             yield
 
@@ -365,19 +371,20 @@ class RemoteFiles(OpenFiles):
 
                 in_threads(jobs, _AT_ONCE)
         except unsignalled(OSError) as error:
-            refuse(label, f"it cannot be read: {error}", REACH)
+            refuse(file.label, f"it cannot be read: {error}", REACH)
         self.nbytes_read += len(view)
 
-    def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
-        """Return bytes of a file as a storage, which is fetched, once for all who hold it."""
+    def mapped(self, file: FileRange) -> torch.UntypedStorage:
+        """Return bytes of a file as a storage, which is fetched, once for all who hold it, and compared then."""
         import torch
 
         from statetree.files.strided_reading import memory_view
 
-        found = self._memory.get((path, start, nbytes))
+        place = file.path, file.start, file.length
+        found = self._memory.get(place)
         if found is None:
-            found = torch.UntypedStorage(nbytes, device="cpu")
+            found = torch.UntypedStorage(file.length, device="cpu")
             data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(found)
-            self.fill(path, memory_view(data), start, str(path))
-            self._memory[path, start, nbytes] = found
+            file.fill(memory_view(data), 0)
+            self._memory[place] = found
         return found

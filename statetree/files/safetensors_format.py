@@ -20,7 +20,7 @@ from statetree.files.hugging_face import INDEX, MAX_JSON_BYTES, SAFETENSORS_NAME
 from statetree.files.pickled_tensors import MAX_DIMS
 from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
-from statetree.files.untrusted import is_text, printable, refuse
+from statetree.files.untrusted import NOT_IN_NAMES, is_text, printable, refuse
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import as_copied
 from statetree.tree.mapping import to_flat
@@ -97,6 +97,9 @@ class SafetensorsFormat(CheckpointFormat):
         stem = name.removesuffix(INDEX).removesuffix(_SUFFIX)
         shards = _shards(tensors, options.shard_bytes)
         names = [f"{stem}-{number:05}-of-{len(shards):05}{_SUFFIX}" for number in range(1, len(shards) + 1)]
+        if any(char in stem for char in NOT_IN_NAMES):
+            what = f"the name {stem!r} may not stand in an index of several files: expected one without '\\' and ':'"
+            raise CheckpointError(f"save: {what}. Choose another name.")
         for file, shard in zip(names, shards, strict=True):
             _write(folder / file, shard, metadata)
         total = sum(tensor.nbytes for tensor in tensors.values())

@@ -19,9 +19,11 @@ from statetree.files.crc32 import crc32, joined
 from statetree.torch_internals import quietly, storage_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.files.ranges import FileRange
+
+    ArchiveFinder = Callable[[torch.dtype, Sequence[int]], "TensorArchive | None"]
 
 _MEMORY: Final = b"archive/data/0"
 _ID: Final = b"archive/.data/serialization_id"
@@ -43,13 +45,15 @@ class TensorArchive:
         self._before = joined(crc32(head), 0, nbytes)  # what the head adds to the CRC-32 of all
         begin = _after_name(end, _ID)
         self._id = slice(begin, begin + _ID_BYTES)
-        self._crcs, places, at = {}, {}, end.index(_SIGNATURE, begin)
+        crcs, places, at = {}, {}, end.index(_SIGNATURE, begin)
         while end.startswith(_SIGNATURE, at):
             crc, *lengths = _LINE.unpack_from(end, at)
             name = end[at + _LINE.size :][: lengths[0]]
-            self._crcs[name], places[name] = crc, at + 16
+            crcs[name], places[name] = crc, at + 16
             at += _LINE.size + sum(lengths)
-        self._crcs.pop(_ID, None)
+        crcs.pop(_ID, None)
+        number, values = [*crcs].index(_MEMORY), [*crcs.values()]
+        self._combined, self._crcs_behind = reduce(_combined, values[:number], 0), values[number + 1 :]
         self._crc_places = [(_MEMORY, 4), (_MEMORY, places[_MEMORY]), (_ID, self._id.stop + 4), (_ID, places[_ID])]
         if self.end(0) != end:
             raise ValueError
@@ -58,8 +62,9 @@ class TensorArchive:
         """Return the bytes after the memory, which has this CRC-32."""
         if not self.nbytes:  # no checksum stands behind a member without bytes
             return self._end
-        end, crcs = bytearray(self._end), {**self._crcs, _MEMORY: checksum}
-        end[self._id.start + 20 : self._id.stop] = b"%020d" % reduce(_combined, crcs.values(), 0)
+        end, crcs = bytearray(self._end), {_MEMORY: checksum}
+        combined = reduce(_combined, [checksum, *self._crcs_behind], self._combined)
+        end[self._id.start + 20 : self._id.stop] = b"%020d" % combined
         crcs[_ID] = crc32(end[self._id])
         for name, at in self._crc_places:
             end[at : at + 4] = crcs[name].to_bytes(4, "little")
@@ -98,9 +103,18 @@ class _WithoutMemory(io.BytesIO):
 _BYTE: Final = torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
+def archive_finder() -> ArchiveFinder:
+    """Return ``archive_of`` for many tensors: whether torch writes checksums is asked once."""
+    return _archive_of if torch.serialization.get_crc32_options() else _no_archive
+
+
 def archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None:
     """Return the archive of contiguous tensors that fill their storages; ``None`` if torch writes it differently."""
-    return _archive_of(dtype, tuple(shape)) if torch.serialization.get_crc32_options() else None
+    return archive_finder()(dtype, tuple(shape))
+
+
+def _no_archive(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None:  # noqa: ARG001 - as the other one
+    return None
 
 
 @lru_cache(1024)

@@ -123,11 +123,13 @@ class TorchArchive:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
         if (device, key) not in self._storages:
             place = self.file.part(member.start, member.nbytes, member.name)
-            storage = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            is_checked = self.file.files.verify and member.crc is not None
+            checked = place.checked(f"the member {member.name!r}", member.crc or 0) if is_checked else place
+            # What is fetched is compared as it comes; what is mapped, when it is read.
+            source = checked if self.file.files.is_remote else place
+            storage = source.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
             self._storages[device, key] = storage = storage if member.start % _ALIGNMENT == 0 else storage.clone()
-            if self.file.files.verify and member.crc is not None:
-                place = place.checked(f"the member {member.name!r}", member.crc)
-            self._places[storage_key(storage)] = place
+            self._places[storage_key(storage)] = checked
         return self._storages[device, key]
 
     def piece(self, tensor: Any) -> StoredPiece | None:

@@ -39,7 +39,7 @@ _COUNT_BYTES: Final = 8
 
 
 class TorchMember(NamedTuple):
-    """A file in an archive, or a storage. ``start`` is where its bytes begin."""
+    """A file in an archive, or a storage. ``start`` is where its bytes begin, ``crc`` its checksum, if it has one."""
 
     name: str
     start: int
@@ -99,7 +99,9 @@ def read_members(file: FileRange) -> dict[str, TorchMember]:
             what = f"the member {member.name!r}" if member else "the list of members"
             refuse(file.label, f"{what} overlaps a member")
         stop = member.start + member.nbytes if member else begin
-    return {member.name: member for _, member in found}
+    # With torch.serialization.set_crc32_options(False), zeros stand where checksums would.
+    has_checksums = any(member.crc for _, member in found)
+    return {member.name: member if has_checksums else member._replace(crc=None) for _, member in found}
 
 
 def _member(file: FileRange, info: ZipInfo) -> TorchMember:

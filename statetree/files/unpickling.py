@@ -207,7 +207,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of a class that typ
         target.update(shallow(items))
 
     def load_frozenset(self) -> None:
-        self.stack.append(frozenset(shallow(self.pop_mark())))
+        items = self.pop_mark()  # which gives the stack back that was there before
+        self.stack.append(frozenset(shallow(items)))
 
     dispatch.update(
         {

@@ -20,6 +20,8 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 #: What C code takes of the stack for each tuple that it hashes in another one: 80 bytes were measured on CPython 3.11.
 _FRAME: Final = 192
 _SHALLOW: Final = 100
+#: What no name of a file that another file lists may hold: on some system it leads elsewhere.
+NOT_IN_NAMES: Final = "\\\0:"
 #: What to do about a file that is not what it says it is.
 DISTRUST: Final = "It is damaged, truncated or hostile: get another copy."
 
@@ -64,7 +66,7 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
     if type(name) is not str:
         refuse(listed_in, f"a file name is a {type(name).__name__}: expected a text")
     pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or any(char in name for char in "\\\0:"):
+    if pure.is_absolute() or ".." in pure.parts or any(char in name for char in NOT_IN_NAMES):
         refuse(listed_in, f"the file name {name!r} leads out of its directory")
     if str(pure) != name or not pure.parts:
         refuse(listed_in, f"the file name {name!r} is not a plain one")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import CheckpointError, StateTreeError, TreeMismatch, UnsupportedLeaf, describe_leaf
+from statetree.errors import CheckpointError, StateTreeError, TreeMismatch, UnsupportedLeaf, describe_leaf, note_leaf
 from statetree.key_paths import Path
+from statetree.leaves.builtin import is_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +20,15 @@ def located_error(
 ) -> Exception:
     """Return the error to raise for one that came up while a leaf was taken apart or put together.
 
-    Raise that one itself where leaves have no paths: the caller says which.
+    Raise that one itself where leaves have no paths: the caller says which. What comes up as a stored leaf is read is
+    no fault of its type: a user's function raised it, or the memory is too small.
     """
     if not (named := paths()):
         raise error
     path = named[index]
+    if not isinstance(error, StateTreeError) and is_stored(leaves[index]):
+        note_leaf(error, path, leaves[index])
+        raise error
     inner = getattr(error, "path", None)
     if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
         return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))

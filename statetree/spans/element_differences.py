@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: What is said of tensors of which one has no elements to read.
 _WITHOUT: Final = {"meta": "no bytes", "freed": "freed", "": "bytes"}
+#: From here on the squares of numbers that are too small for float32 are no part of a sum of squares that shows in it.
+_EXACT_SQUARES: Final = 1e-28
 
 
 class Tolerance(NamedTuple):
@@ -70,14 +72,14 @@ class ElementComparison:
         self._tolerance = tolerance
         self._count, self._start, self._first, self._shown = 0, 0, -1, ("", "")
         self._is_measured, self._max_abs, self._max_rel, self._num_nan = True, 0.0, 0.0, 0
-        self._squares = [0.0, 0.0]
+        self._norms = [0.0, 0.0]
         self._num_finite = [0, 0]
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Compare two flat blocks of one dtype and length."""
         for side, block in enumerate((a, b)):
-            squares, count = _squares(block)
-            self._squares[side] += squares
+            norm, count = _norm(block)
+            self._norms[side] = math.hypot(self._norms[side], norm)
             self._num_finite[side] += count
         places = _different_places(a, b, self._tolerance)
         if len(places):
@@ -97,8 +99,8 @@ class ElementComparison:
         index = tuple([int(part) for part in at])
         if not self._is_measured:
             return Unequal(self._count, index, *self._shown, None, None)
-        pairs = zip(self._squares, self._num_finite, strict=True)
-        largest = max(math.sqrt(squares / max(1, count)) for squares, count in pairs)
+        pairs = zip(self._norms, self._num_finite, strict=True)
+        largest = max(norm / math.sqrt(max(1, count)) for norm, count in pairs)
         size = self._max_abs / largest if largest else math.inf if self._max_abs else 0.0
         return Unequal(self._count, index, *self._shown, self._max_abs, self._max_rel, self._num_nan, size)
 
@@ -146,8 +148,12 @@ def _different_places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) ->
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     """Return which numbers are equal within a tolerance. Infinities are equal to themselves alone."""
     finite = a.isfinite() & b.isfinite()
-    limit = torch.maximum(a.abs(), b.abs()).mul_(tolerance.rtol).add_(tolerance.atol)
-    return a.eq(b) | (a.isnan() & b.isnan()) | (finite & ((a - b).abs() <= limit))
+    largest = torch.maximum(a.abs(), b.abs())
+    close = (a - b).abs() <= largest * tolerance.rtol + tolerance.atol
+    huge = finite & largest.isinf()  # the magnitude of a finite complex number need not be finite: a quarter of it is
+    if huge.any():
+        close[huge] = _close(a[huge] / 4, b[huge] / 4, Tolerance(tolerance.rtol, tolerance.atol / 4))
+    return a.eq(b) | (a.isnan() & b.isnan()) | (finite & close)
 
 
 def _taken(elements: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -168,17 +174,20 @@ def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def _squares(block: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of the squares of the finite elements, and how many there are."""
+def _norm(block: torch.Tensor) -> tuple[float, int]:
+    """Return the root of the sum of the squares of the finite elements, and how many there are."""
     if block.dtype in (torch.float32, torch.float64):  # without a copy
         squares = float(block.dot(block))
-        if math.isfinite(squares):
-            return squares, len(block)
+        if _EXACT_SQUARES < squares < math.inf or not (squares or block.any()):
+            return math.sqrt(squares), len(block)
     wide = as_wide(block)
     if wide is None:
         return 0.0, 0
-    finite = wide[wide.isfinite()].abs()
-    return float(finite.dot(finite)), len(finite)
+    sizes = wide.abs()
+    finite = sizes[sizes.isfinite()]
+    largest = float(finite.max()) if len(finite) else 0.0
+    finite /= largest or 1.0  # or the squares would be too small, or too large, for any float
+    return largest * math.sqrt(float(finite.dot(finite))), len(finite)
 
 
 def _distances_of_longs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

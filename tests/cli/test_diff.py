@@ -352,3 +352,18 @@ def test_an_empty_name_is_no_checkpoint(command, statetree):
     ran = statetree(*command)
     assert (ran.status, ran.out) == (2, "")
     assert "there is no such file or directory" in ran.err
+
+
+def test_how_large_tensors_are_is_known_of_all_that_a_dtype_holds(tmp_path, statetree):
+    one = {
+        "w": torch.full((4,), 2.0),
+        "tiny": torch.full((4,), 1e-24),
+        "tinier": torch.full((4,), 1e-180, dtype=torch.float64),
+        "huge": torch.full((4,), 1e200, dtype=torch.float64),
+    }
+    other = {
+        name: tensor * factor for (name, tensor), factor in zip(one.items(), (1.5, 1.0001, 1.01, 1.1), strict=True)
+    }
+    paths = write(one, tmp_path / "a.pt"), write(other, tmp_path / "b.pt")
+    found = statetree("diff", "--values", "--json", *paths).json["differences"]
+    assert [row["key"] for row in found] == ["w", "huge", "tinier", "tiny"]

@@ -325,3 +325,18 @@ def test_an_error_of_a_plain_value_names_one_remedy(tmp_path):
         statetree.load(tmp_path / "a", verify=False)
     assert str(found.value).count("get another copy.") == 1
     assert ".." not in str(found.value)
+
+
+def test_what_has_no_checksums_is_compared_with_none(tmp_path):
+    state = {"w": torch.arange(4.0), "n": 3}
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "torch.pt")
+        for name in ("a.pt", "a"):
+            statetree.save(state, tmp_path / name)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    for name in ("torch.pt", "a.pt", "a"):
+        for verify in (True, False):
+            assert statetree.similarity(statetree.load(tmp_path / name, verify=verify), state)

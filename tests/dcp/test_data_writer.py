@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -220,6 +221,7 @@ class TestTwoFiles:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
         monkeypatch.setattr(data_writer, "_WORTH_BYTES", 64)
+        monkeypatch.setattr(data_writer, "_LARGE_BYTES", 1)
 
     @pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (100, 1), (1, 100), (100,), (0, 0, 0), (1, 1, 0, 30)])
     @pytest.mark.parametrize("threads", [1, 2])
@@ -263,3 +265,26 @@ def own_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("number", "is_collecting"), [(400, False), (4, True)])
+def test_small_pieces_are_written_by_one_thread_without_collections(number, is_collecting, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_writer, "_WORTH_BYTES", 1 << 20)
+    state = {str(index): torch.zeros((2 << 20) // number, dtype=torch.uint8) for index in range(number)}
+    seen, write = [], PieceSource.write
+
+    def look(self, end):
+        seen.append((gc.isenabled(), threading.current_thread() is threading.main_thread()))
+        return write(self, end)
+
+    monkeypatch.setattr(PieceSource, "write", look)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        st.save(state, tmp_path / "a")
+    finally:
+        torch.set_num_threads(threads)
+    assert {collecting for collecting, _ in seen} == {is_collecting}
+    assert is_collecting or all(is_main for _, is_main in seen)
+    assert len([*(tmp_path / "a").glob("*.distcp")]) == 1 + is_collecting
+    assert gc.isenabled()

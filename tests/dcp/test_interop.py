@@ -110,3 +110,13 @@ def test_tuples_that_dcp_pickles_whole_are_loaded(tmp_path):
 def test_unknown_urls_are_named():
     with pytest.raises(statetree.CheckpointError, match=r"nowhere://bucket: cannot be reached"):
         statetree.load("nowhere://bucket")
+
+
+def test_what_is_equal_in_the_metadata_of_entries_is_there_once(tmp_path):
+    statetree.save({str(index): torch.zeros(3, 4) for index in range(100)}, tmp_path)
+    found = torch_dcp.FileSystemReader(tmp_path).read_metadata()
+    tensors = [entry for key, entry in found.state_dict_metadata.items() if key.isdigit()]
+    assert len(tensors) == 100
+    assert {id(entry.properties) for entry in tensors} == {id(tensors[0].properties)}
+    assert {id(size) for entry in tensors for size in (entry.size, entry.chunks[0].sizes)} == {id(tensors[0].size)}
+    assert len({id(entry) for entry in tensors} | {id(entry.chunks[0]) for entry in tensors}) == 200

@@ -420,3 +420,39 @@ def test_plain_values_that_only_the_first_rank_saves_are_warned_of(tmp_path):
     assert "loader.seed" in first[1]
     assert "epoch" not in first[1]
     assert not any(second)
+
+
+def restore_with_one_that_fails(directory: Path, failing: int, error: type[BaseException]) -> None:
+    def where(*_: object) -> bool:
+        if dist.get_rank() == failing:
+            raise error("no")
+        return True
+
+    with statetree.Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.full((3,), float(step))})
+        for fallback in (False, True):
+            expected = error if dist.get_rank() == failing else statetree.CheckpointError
+            with pytest.raises(expected, match=r"^no|^.no|load: it failed on other ranks: rank \d: \w+: .?no"):
+                checkpointer.restore({"w": torch.zeros(3)}, where=where, fallback=fallback)
+        assert checkpointer.restore({"w": torch.zeros(3)})["w"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [KeyError, MemoryError, KeyboardInterrupt])
+def test_what_fails_on_one_rank_ends_a_restore_on_all(error, failing, tmp_path):
+    run_ranks(2, restore_with_one_that_fails, tmp_path, failing, error)
+
+
+def save_what_one_cannot_take_apart(directory: Path, name: str) -> None:
+    tree = {"w": torch.ones(2)}
+    if dist.get_rank():
+        tree["self"] = tree
+    with pytest.raises(statetree.StateTreeError, match="the container at self is the one at <root>"):
+        statetree.save(tree, directory / name, group=dist.group.WORLD)
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a", "a.pt"])
+def test_a_tree_that_one_rank_cannot_take_apart_is_told_to_all(name, tmp_path):
+    run_ranks(2, save_what_one_cannot_take_apart, tmp_path, name)

@@ -92,3 +92,13 @@ def test_parts_that_are_not_chosen_need_no_template(tmp_path):
     statetree.save({"sparse": torch.eye(3).to_sparse(), "w": torch.arange(3.0)}, tmp_path)
     assert_trees_equal(statetree.load(tmp_path, where="w"), {"w": torch.arange(3.0)})
     assert_trees_equal(statetree.load(tmp_path, where="sparse"), {"sparse": torch.eye(3).to_sparse()})
+
+
+def test_an_error_of_a_predicate_is_no_damage(tmp_path):
+    checkpointer = statetree.Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, {"w": torch.full((3,), float(step))})
+    for fallback in (False, True):
+        with pytest.raises(ZeroDivisionError) as caught:
+            checkpointer.restore(where=lambda _, leaf: 1 // leaf.dim() > 1 // 0, fallback=fallback)
+        assert caught.value.__notes__ == ["statetree: at w, StoredTensor"]

@@ -19,7 +19,7 @@ import torch
 
 import statetree
 import statetree as st
-from statetree.declare import cached_property, phase, without_collections
+from statetree.declare import cached_property, phase, with_collections, without_collections
 from tests.pace import units
 
 
@@ -142,7 +142,7 @@ def test_collections_are_on_after_any_alarm():
 
     rng, rung = random.Random(0), 0
     before = signal.signal(signal.SIGALRM, ring)
-    call = without_collections(lambda: None)
+    call = without_collections(with_collections(lambda: None))
     try:
         for _ in range(1000):
             with suppress(Alarm):
@@ -155,6 +155,31 @@ def test_collections_are_on_after_any_alarm():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert rung == 1000
+
+
+def test_collections_go_on_in_what_takes_long():
+    seen = []
+
+    @with_collections
+    def read():
+        seen.append(gc.isenabled())
+        raise KeyError("a")
+
+    @without_collections
+    def load():
+        with pytest.raises(KeyError):
+            read()
+        seen.append(gc.isenabled())
+
+    load()
+    assert (seen, gc.isenabled()) == ([True, False], True)
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            read()
+        assert (seen[2:], gc.isenabled()) == ([False], False)  # whoever called has switched them off
+    finally:
+        gc.enable()
 
 
 def test_collections_go_on_beside_other_threads():

@@ -22,8 +22,10 @@ SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "l
 
 def holds_shards(value: torch.Tensor) -> bool:
     """Whether a tensor says that it holds shards of another one."""
-    cls = type(value)
-    return all(name in value.__dict__ or hasattr(cls, name) for name in SHARD_ATTRIBUTES)
+    cls, own = type(value), value.__dict__
+    if not own and not hasattr(cls, SHARD_ATTRIBUTES[0]):  # as of nearly all
+        return False
+    return all(name in own or hasattr(cls, name) for name in SHARD_ATTRIBUTES)
 
 
 def shards_of(value: Any) -> LocalChunks:

@@ -8,11 +8,13 @@ from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 import statetree as st
 from statetree.errors import TreeMismatch
+from statetree.files import filling
 from statetree.files.ranges import OpenFiles
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 from tests.judge import assert_trees_equal
@@ -236,6 +238,13 @@ def test_what_is_empty_needs_no_entry_in_a_file_of_names(empty, tmp_path):
         st.load(tmp_path / "b.safetensors", like={"w": torch.ones(2), "e": empty})
 
 
+@pytest.mark.parametrize("empty", [[], ()], ids=repr)
+def test_what_is_empty_takes_nothing_from_others_whose_names_begin_alike(empty, tmp_path):
+    tree = {"m": {"a": empty}, "m.a.w": torch.ones(1)}
+    st.save(tree, tmp_path / "a.safetensors")
+    assert st.similarity(st.load(tmp_path / "a.safetensors", like=tree), tree)
+
+
 class Refusing(torch.Tensor):
     """A tensor that answers nothing."""
 
@@ -281,3 +290,20 @@ def test_a_damaged_leaf_is_named_by_its_path(in_place, tmp_path):
     (tmp_path / "a.pt").write_bytes(data)
     with pytest.raises(st.CheckpointError, match=r"^load: the leaf at model\.w cannot be read: .* has the checksum"):
         st.load(tmp_path / "a.pt", {"model": {"w": torch.zeros(100)}}, in_place=in_place)
+
+
+def test_small_tensors_are_read_without_collections_and_large_ones_with(tmp_path, monkeypatch):
+    state = {str(index): torch.full((3,), float(index)) for index in range(10)}
+    st.save(state, tmp_path / "a")
+    seen, read = [], filling.Target.read
+    monkeypatch.setattr(filling.Target, "read", lambda *args: [seen.append(gc.isenabled()), read(*args)][1])
+    for limit in (13, 12):
+        monkeypatch.setattr(filling, "_LARGE_BYTES", limit)
+        assert st.similarity(st.load(tmp_path / "a", state), state)
+        assert (seen, gc.isenabled()) == ([limit == 12] * 10, True)
+        seen.clear()
+    monkeypatch.setattr(filling, "_LARGE_BYTES", 13)
+    st.save(state, "memory://run/a")
+    assert st.similarity(st.load("memory://run/a", state), state)  # which takes long, for each of them
+    assert seen == [True] * 10
+    fsspec.filesystem("memory").store.clear()

@@ -126,3 +126,24 @@ def test_an_error_of_a_container_is_no_fault_of_the_place(tmp_path):
     st.register_container(Own, refuse, lambda *_: Own())
     with pytest.raises(PermissionError, match="/secrets"):
         st.save({"own": Own()}, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "name", ["\u65e5" * 75 + ".pt", "\u65e5" * 75 + ".safetensors", "\u65e5" * 80, "a" * 240 + ".pt"]
+)
+def test_a_name_may_be_as_long_as_the_system_takes_it(name, tmp_path):
+    st.save({"w": torch.ones(3)}, tmp_path / name)
+    st.save({"w": torch.zeros(3)}, tmp_path / name, overwrite=True)
+    assert st.load(tmp_path / name)["w"].tolist() == [0] * 3
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["llama3:8b", "a\\b"])
+def test_names_that_no_index_may_hold_are_refused(name, tmp_path):
+    tree = {"w": torch.ones(3), "v": torch.ones(4)}
+    st.save(tree, tmp_path / f"{name}.safetensors")
+    assert set(st.load(tmp_path / f"{name}.safetensors")) == {"w", "v"}
+    with pytest.raises(
+        st.CheckpointError, match=r"save: the name '.*' may not stand in an index .* Choose another name"
+    ):
+        st.save(tree, tmp_path / f"{name}.safetensors", shard_bytes=16, overwrite=True)

@@ -26,10 +26,10 @@ def test_the_error_for_what_is_no_file_keeps_nothing_open(tmp_path):
 def test_a_file_that_is_closed_by_another_thread_is_still_the_one_that_is_read(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"abc")
     files, view = OpenFiles(), bytearray(3)
-    files.open(tmp_path / "a")
+    file = files.open(tmp_path / "a")
     for name in ("fstat", "preadv"):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, call=call: (files._handles.clear(), call(*given))[1])
     files.check(tmp_path / "a")
-    files.fill(tmp_path / "a", memoryview(view), 0, "a")
+    files.fill(file, memoryview(view), 0)
     assert view == b"abc"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import statetree as st
 from statetree.cli import app
 from statetree.errors import CheckpointError, TreeMismatch
-from statetree.files import formats, stored
+from statetree.files import formats, ranges, stored
 from statetree.testing import run_ranks
 from tests.cli.states import bits, tied_state
 from tests.judge import assert_trees_equal
@@ -352,3 +352,55 @@ def test_what_cannot_be_reached_is_a_matter_of_the_url(memory, monkeypatch):
     monkeypatch.setattr(type(memory), "info", info)
     with pytest.raises(CheckpointError, match=r"503 Slow Down\. Check the URL"):
         st.load("memory://run/a.pt")
+
+
+FLIPPED = {"w": bits(600, 500), "small": bits(37), "half": bits(700, 33).bfloat16(), "part": bits(300, 400).t()}
+
+
+def answers_wrong(monkeypatch, number):
+    """Flip a bit in one answer of the server, and count them."""
+    system, count = fsspec.filesystem("memory"), [0]
+    cat_file = type(system).cat_file
+
+    def wrong(self, path, *args, **options):
+        data = bytearray(cat_file(self, path, *args, **options))
+        if count[0] == number and data:
+            data[len(data) // 2] ^= 1
+        count[0] += 1
+        return bytes(data)
+
+    monkeypatch.setattr(type(system), "cat_file", wrong)
+    return count
+
+
+@pytest.mark.parametrize("name", ["a.pt", "directory"])
+@pytest.mark.parametrize("how", ["whole", "where", "like", "rows"])
+def test_a_wrong_answer_is_never_what_is_loaded(how, name, memory, monkeypatch):
+    st.save(FLIPPED, f"memory://run/{name}")
+    if how == "rows":  # of large blocks, of which each answer holds a part
+        monkeypatch.setattr(ranges, "BUCKET_BYTES", 1 << 16)
+    wanted = st.select(FLIPPED, "w") if how == "where" else FLIPPED
+
+    def load():
+        if how == "rows":
+            opened = formats.opened(f"memory://run/{name}", verify=True).tree["w"]
+            return {
+                **FLIPPED,
+                "w": torch.cat([opened.read((slice(i, i + 100), slice(3, 497))) for i in range(0, 600, 100)]),
+            }
+        options = {"like": st.map_leaves(torch.zeros_like, FLIPPED)} if how == "like" else {}
+        return st.load(f"memory://run/{name}", **({"where": "w"} if how == "where" else options))
+
+    wanted = {**wanted, "w": FLIPPED["w"][:, 3:497]} if how == "rows" else wanted
+    number = told = 0
+    while True:
+        with monkeypatch.context() as patched:
+            count = answers_wrong(patched, number)
+            try:
+                assert st.similarity(load(), wanted), number
+            except CheckpointError:
+                told += 1
+            if count[0] <= number:
+                break
+        number += 1
+    assert told >= len(wanted)

@@ -28,6 +28,7 @@ PLAIN = [
     {number: str(number) for number in range(3000)},
     [list(range(1000)), *([[]] * 3)],
     {1, 2, "a"},
+    {"before": 1, "frozen": frozenset({"a"}), "more": [frozenset({1, (2, 3)}), (frozenset(), 5)]},
     bytearray(b"xy"),
     b"x" * 300,
 ]

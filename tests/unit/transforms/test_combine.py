@@ -142,6 +142,23 @@ def test_what_the_function_does_wrong_is_said_with_the_path():
         st.combine(mean, {"x": numbers(0).to_sparse()})
 
 
+def test_what_the_function_raises_when_stored_leaves_are_read_is_raised(tmp_path):
+    st.save({"x": numbers(0)}, tmp_path / "a.safetensors")
+
+    def fn(a, b):
+        if a.numel() > 1:  # the first call is to see the dtype
+            raise LookupError("mine")
+        return a + b
+
+    stored = st.files.open(tmp_path / "a.safetensors")
+    made = st.combine(fn, stored, stored)
+    with st.Stager() as stager:
+        for read in (st.offload, st.digest, stager.stage, lambda tree: st.copy_into(tree, {"x": numbers(0)})):
+            with pytest.raises(LookupError, match=r"^mine\n") as caught:
+                read(made)
+            assert "at x, Tensor torch.float32" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("name", ["tree.safetensors", "tree.pt", "tree"])
 def test_stored_leaves_are_combined_when_they_are_read(name, tmp_path, monkeypatch):
     trees = [{"w": numbers(i).view(2, 3), "b": numbers(i).bfloat16(), "n": torch.arange(i, i + 2)} for i in range(2)]

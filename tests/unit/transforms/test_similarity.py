@@ -373,6 +373,14 @@ def test_numbers_may_differ_within_a_tolerance(a, b, options, largest, dtype):
     assert [found.largest for found in report.differences] == [largest] * (largest is not None)
 
 
+def test_numbers_whose_magnitude_no_float_holds_have_a_tolerance_too():
+    huge = torch.tensor([1.5e308 + 1.5e308j], dtype=torch.complex128)
+    for other in (-huge, torch.tensor([1.5e308 + 0j], dtype=torch.complex128)):
+        assert not both({"w": huge}, {"w": other}, values=True, rtol=1e-9)
+    assert both({"w": huge}, {"w": huge * (1 - 1e-12)}, values=True, rtol=1e-9)
+    assert not both({"w": huge}, {"w": huge * (1 - 1e-6)}, values=True, rtol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
 def test_whole_numbers_have_no_tolerance(dtype):
     a, b = torch.tensor([0, 1]).to(dtype), torch.tensor([1, 1]).to(dtype)
