@@ -66,14 +66,14 @@ class Aim:
     timed: str = ""
 
 
-def faster(than: str, times: float) -> Aim:
-    """Aim at being so many times faster than a peer."""
-    return Aim(
-        f"≥ {times:g} times faster than {than}",
-        lambda result: result.times_ours(than),
-        lambda value: value >= times,
-        OURS,
-    )
+def faster(than: str, times: float, timed: str = OURS) -> Aim:
+    """Aim at being so many times faster than a peer, in a variant if one is named."""
+
+    def value(result: Result) -> float:
+        return result.of(than).median / result.of(timed).median
+
+    variant = "" if timed == OURS else f" ({variant_of(timed)})"
+    return Aim(f"≥ {times:g} times faster than {than}{variant}", value, lambda value: value >= times, timed)
 
 
 def share(fraction: float, of: str) -> Aim:

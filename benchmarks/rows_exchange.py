@@ -284,7 +284,7 @@ ROWS = (
     RankRow("gather", "gather to one", large, gather_to_one, (two_buckets,), ranks=4, rounds=7),
     RankRow("gather", "gather to all", large_in_replicas, gather, (sends_alike(1.05),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", small, distribute,
-            (faster("_broadcast_state_dict", 40), sends_one_model(),
+            (faster("_broadcast_state_dict", 40, "statetree, in_place"), sends_one_model(),
              within(3, "all_to_all_single", "statetree, prepared, in_place"))),
     RankRow("distribute", "distribute from one", small, distribute, (sends_one_model(),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", large, distribute, (sends_one_model(),)),

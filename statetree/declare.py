@@ -95,8 +95,8 @@ def without_collections(function: F) -> F:
             gc.disable()
             return function(*args, **kwargs)
         finally:
+            _PutOff.thread = None  # first: a handler runs after the call, at the earliest
             gc.enable()
-            _PutOff.thread = None
 
     return cast("F", run)
 
@@ -109,7 +109,7 @@ def with_collections(function: F) -> F:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _PutOff.thread != threading.get_ident():
+        if gc.isenabled() or _PutOff.thread != threading.get_ident():
             return function(*args, **kwargs)
         try:
             gc.enable()

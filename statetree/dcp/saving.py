@@ -43,7 +43,7 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.declare import without_collections
+from statetree.declare import with_collections, without_collections
 from statetree.errors import UnsupportedLeaf, check_now, shown, unsignalled, warn, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
@@ -177,10 +177,10 @@ class StateSave:
         written = told_to_first(on_all(partial(self._write, share)), self._group)
         on_all(partial(self._finish, written))
 
-    def _describe(self) -> Holdings:
-        return self._hold(*entries_of(self._state(), verb="save"))
-
     @without_collections
+    def _describe(self) -> Holdings:
+        return self._hold(*entries_of(with_collections(self._state)(), verb="save"))
+
     def _hold(self, spec: TreeSpec, entries: Sequence[StateEntry], texts: Mapping[Path, str]) -> Holdings:
         ranks = ranks_of("save", self._group)
         taken = {entry.key for entry in entries}

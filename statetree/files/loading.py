@@ -19,7 +19,7 @@ from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
 from statetree.files.key_texts import key_text
-from statetree.files.remote import is_url
+from statetree.files.remote import RemotePath, is_url
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject, all_within
 from statetree.leaves.builtin import IN_A_FILE, is_cuttable, is_distributed, is_stored, is_value, materialized
@@ -145,7 +145,9 @@ class LoadOptions(NamedTuple):
 
 def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
     """Do as ``load``."""
-    run = _load_tree if is_url(path) else without_collections(_load_tree)  # of a server, each small tensor takes long
+    # Of a server, each small tensor takes long. What is no path at all is told to all ranks, later.
+    is_far = isinstance(path, (str, RemotePath)) and is_url(path)
+    run = _load_tree if is_far else without_collections(_load_tree)
     return run(path, like, ranks, options, together=together)
 
 

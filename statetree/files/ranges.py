@@ -119,7 +119,7 @@ class OpenFiles:
             refuse(path, "there is no such file", "Check the name.")
         except unsignalled(OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
-        about = os.fstat(handle.number)
+        about = _status(path, handle)
         if not stat.S_ISREG(about.st_mode):
             del handle  # which the error would keep open
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
@@ -132,7 +132,7 @@ class OpenFiles:
 
     def _now(self, path: Path) -> FileIdentity:
         handle = self._handle(path)  # named, or it could be closed before it is asked
-        return FileIdentity.of(os.fstat(handle.number))
+        return FileIdentity.of(_status(path, handle))
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
@@ -179,6 +179,13 @@ class OpenFiles:
             self._mapped[path] = torch.UntypedStorage.from_file(name, shared=False, nbytes=self.identity(path).nbytes)
         found: torch.UntypedStorage = self._mapped[path][file.start : file.start + file.length]
         return found
+
+
+def _status(path: Path, handle: _Handle) -> os.stat_result:
+    try:
+        return os.fstat(handle.number)
+    except unsignalled(OSError) as error:  # of NFS, say, where the file was removed
+        refuse(path, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 
 _NO_FILES: Final = OpenFiles()
@@ -298,9 +305,12 @@ class FileRange:
         self._check(checksums, start, stop, found)
 
     def verify(self) -> None:
-        """Compare the bytes with their checksum, unless that was done. Raises ``CheckpointError`` if they differ."""
+        """Compare the bytes with their checksum, unless that was done, or is done whenever they are fetched.
+
+        Raises ``CheckpointError`` if they differ.
+        """
         checksums = self._checksums  # which another thread may take away
-        if checksums is not None and not checksums.is_compared(0, self.length):
+        if checksums is not None and not self.files.is_remote and not checksums.is_compared(0, self.length):
             self._compare(checksums, 0, self.length)
 
     def _compare(

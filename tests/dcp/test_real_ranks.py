@@ -456,3 +456,15 @@ def save_what_one_cannot_take_apart(directory: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "a.pt"])
 def test_a_tree_that_one_rank_cannot_take_apart_is_told_to_all(name, tmp_path):
     run_ranks(2, save_what_one_cannot_take_apart, tmp_path, name)
+
+
+def load_with_one_that_names_no_path(directory: Path) -> None:
+    statetree.save({"w": torch.ones(2)}, directory / "a")
+    rank = dist.get_rank()
+    with pytest.raises(TypeError if rank else statetree.CheckpointError, match=r"expected str, bytes or os\.Path"):
+        statetree.load(None if rank else directory / "a", {"w": torch.ones(2)}, group=dist.group.WORLD)
+    assert statetree.load(directory / "a", group=dist.group.WORLD)["w"].tolist() == [1, 1]
+
+
+def test_what_is_no_path_on_one_rank_is_told_to_all(tmp_path):
+    run_ranks(2, load_with_one_that_names_no_path, tmp_path)

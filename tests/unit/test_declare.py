@@ -19,6 +19,7 @@ import torch
 
 import statetree
 import statetree as st
+from statetree import declare
 from statetree.declare import cached_property, phase, with_collections, without_collections
 from tests.pace import units
 
@@ -151,6 +152,9 @@ def test_collections_are_on_after_any_alarm():
                     call()
             rung += 1
             assert gc.isenabled()
+            with_collections(lambda: None)()  # which believes nothing that an alarm left
+            assert gc.isenabled()
+            assert declare._PutOff.thread is None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

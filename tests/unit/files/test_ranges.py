@@ -1,9 +1,12 @@
 """Handles of files."""
 
+import errno
 import os
 
 import pytest
+import torch
 
+import statetree as st
 from statetree.errors import CheckpointError
 from statetree.files.publishing import _Lock
 from statetree.files.ranges import OpenFiles, _Handle
@@ -33,3 +36,20 @@ def test_a_file_that_is_closed_by_another_thread_is_still_the_one_that_is_read(t
     files.check(tmp_path / "a")
     files.fill(file, memoryview(view), 0)
     assert view == b"abc"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_the_system_does_not_tell_of_a_file_is_an_error_of_the_checkpoint(number, tmp_path, monkeypatch):
+    st.save({"w": torch.ones(3)}, tmp_path / "a")
+    fstat, calls = os.fstat, []
+
+    def stale(handle):
+        calls.append(handle)
+        if len(calls) > number:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return fstat(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stale)
+        with pytest.raises(CheckpointError, match=r"cannot be (read|opened): .*Stale file handle"):
+            st.load(tmp_path / "a")
