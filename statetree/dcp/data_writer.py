@@ -40,9 +40,9 @@ _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
 _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
-#: From so many bytes on there are two files: to wait for the disk takes a few milliseconds for each.
+#: From so many bytes in large pieces on there are two files: to wait for the disk takes a few milliseconds for each.
 _WORTH_BYTES: Final = 32 << 20
-#: From how many bytes on, in the mean, pieces are large: most of the time is the system's.
+#: From how many bytes on a piece is large: most of the time is the system's.
 _LARGE_BYTES: Final = 1 << 18
 #: How much is written at a time: what was read for its checksum is still in the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20
@@ -86,8 +86,9 @@ class DataWriter:
         """
         indices = sorted(self.pieces, key=lambda index: index.start is not None)  # values first, as DCP
         ends = [*accumulate(self.pieces[index].nbytes for index in indices)]
-        are_small = not ends or ends[-1] < _LARGE_BYTES * len(ends)
-        is_worth = torch.get_num_threads() > 1 and not are_small and ends[-1] >= _WORTH_BYTES
+        large = [piece.nbytes for piece in self.pieces.values() if piece.nbytes >= _LARGE_BYTES]
+        are_small = sum(large) < _WORTH_BYTES
+        is_worth = torch.get_num_threads() > 1 and not are_small
         half = bisect_left(ends, ends[-1] / 2) + 1 if is_worth else len(indices)
         write = without_collections(self.write) if are_small else self.write
         write([indices[:half], indices[half:]] if half < len(indices) else [indices])

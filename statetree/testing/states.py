@@ -33,6 +33,7 @@ _OPTIMIZER = _dict(
     state=node("dict", (_dict(step=tensor(()), exp_avg=tensor((2, 3))),), (0,)),
     param_groups=node("list", (_dict(lr=value(0.001), betas=node("tuple", (value(0.9), value(0.999)))),)),
 )
+_COUNTERS = (torch.int64, torch.int32, torch.float32, torch.float64)  # as optimizers count their steps, without dims
 _WRAPS = ("requires_grad", "computed", "parameter", "frozen", "buffer", "subclass", "attribute")
 _SCALAR = Source("torch.tensor(1.0)")  # equal to others, and none of them
 _WITH_GRADIENT = Source("samples.having(torch.nn.Parameter(torch.ones(2)), grad=torch.ones(2))")
@@ -51,7 +52,9 @@ STATES = (
     _dict(a=again("one_parameter"), b=again("one_parameter")),
     _dict(a=_W, b=_W),
     _dict(w=tensor((3, 100_001))),  # more elements than blocks and pieces have
-    *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in (*HARD_TO_KEEP, *HARD_TO_KEEP_TOO)),
+    *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in HARD_TO_KEEP),
+    _dict(**{f"step{number}": tensor((), dtype, elements="precise") for number, dtype in enumerate(_COUNTERS)}),
+    *(_dict(w=tensor(dtype=dtype, elements=kind)) for dtype, kind in HARD_TO_KEEP_TOO),
     *(_dict(v=value(plain)) for plain in (2**53 + 1, 0.1, -0.0)),  # a float rounds the first, float32 the second
     node("dict", (node("list", [tensor()] * 15),), ("many",)),
     *(_dict(w=tensor(shape)) for shape in ((0,), (), (2, 2), (2, 3, 2))),

@@ -56,6 +56,20 @@ RARER = {
         leaf.int().clamp(max=32767).to(torch.uint16) if leaf.dtype is torch.uint16 else leaf
     ),
 }
+
+
+def without_dims(loss):
+    """Return a loss of what counts steps alone."""
+    return lambda leaf: leaf if leaf.dim() else loss(leaf)
+
+
+RARER |= {
+    f"{before} through {after}, without dims".replace("torch.", ""): without_dims(through(before, after))
+    for before, after in [
+        *((torch.int64, after) for after in (torch.float32, torch.int32, torch.float64)),
+        *((torch.int32, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.bfloat16)),
+    ]
+}
 LOSSY = pytest.mark.parametrize("loss", [pytest.param(loss, id=name) for name, loss in LOSSES.items()])
 
 
