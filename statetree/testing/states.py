@@ -37,6 +37,7 @@ _COUNTERS = (torch.int64, torch.int32, torch.float32, torch.float64)  # as optim
 _WRAPS = ("requires_grad", "computed", "parameter", "frozen", "buffer", "subclass", "attribute")
 _SCALAR = Source("torch.tensor(1.0)")  # equal to others, and none of them
 _WITH_GRADIENT = Source("samples.having(torch.nn.Parameter(torch.ones(2)), grad=torch.ones(2))")
+_NOT_SAVED = Source("torch.nn.Buffer(torch.ones(2), persistent=False)")
 _SPARSE = Source("torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (3,), check_invariants=False)")
 _SLICE = functools.partial(view, kind="slice")
 
@@ -85,7 +86,7 @@ STATES = (
     _dict(a=node("list", (_dict(z=_W, a=_dict(c=node("tuple", (_dict(z=_W, b=_W, a=_W),))), b=_W),))),  # deep
     *(_dict(w=tensor((300,), dtype)) for dtype in DTYPES if dtype not in TRAINING_DTYPES),  # few functions take them
     _dict(w=tensor(dtype=torch.uint64, elements="infinite")),
-    _dict(w=_SPARSE),
+    *(_dict(w=_SPARSE), _dict(w=_NOT_SAVED)),
 )
 _SETTINGS = settings(
     settings.get_profile("default"),  # whatever profile tests have: what is found does not depend on it
