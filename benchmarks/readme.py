@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.rows import OURS
+
 README: Final = Path(__file__).parents[1] / "README.md"
 BEGIN: Final = "<!-- figures: written by make bench -->\n"
 END: Final = "<!-- end of figures -->\n"
@@ -15,7 +17,7 @@ LINE: Final = {
     "stage again, 10,000 x 1 KB": "at staging 10,000 small tensors again",
     "similarity, 10,000 x 1 KB": "at comparing them",
     "gather to all, 1,000 x 4 KB DTensors, 2 ranks": "at gathering 1,000 small DTensors",
-    "ten saves, a transformer and AdamW: 1,152 tensors, 54 MB": "at ten whole saves, most of which is writing files",
+    "ten saves, a transformer and AdamW: 1,152 tensors, 54 MB": "at ten whole saves (`async_save`)",
 }
 
 _FASTER: Final = "times faster than "
@@ -31,7 +33,7 @@ def write(results: dict[str, Any], file: Path = README) -> None:
 def line(results: dict[str, Any]) -> str:
     """Return a few of the figures as a sentence."""
     rows = {row["title"]: row for row in reversed(results["rows"])}
-    parts = [f"**{_ratio(rows[title], _peers(rows[title])[0])}** {work}" for title, work in LINE.items()]
+    parts = [f"**{_ratio(*_aimed(rows[title]))}** {work}" for title, work in LINE.items()]
     return (
         f"Speed beside PyTorch's own helpers (above 1, statetree is faster): {'; '.join(parts)}. Measured by "
         f"`make bench`, {_measured(results)}; [all figures](#how-fast-it-is).\n"
@@ -42,7 +44,7 @@ def figures(results: dict[str, Any]) -> str:
     """Return the table, and what it was measured on."""
     lines = ["| work | statetree takes | compared with | speed-up |", "|---|---|---|---|"]
     rows = {row["title"]: row for row in reversed(results["rows"])}
-    lines += [_cells(rows[title], _peers(rows[title])[0]) for title in LINE]
+    lines += [_cells(title, *_aimed(rows[title])) for title in LINE]
     lines.append(
         f"\nMedians, {_measured(results)}. Speed-up = peer's time / statetree's time: above 1, statetree is faster."
     )
@@ -60,19 +62,20 @@ def _replaced(text: str, begin: str, between: str, end: str) -> str:
     return f"{before}{begin}{between}{end}{rest.split(end)[1]}"
 
 
-def _peers(row: dict[str, Any]) -> list[str]:
-    """Return the peers that a row aims at being faster than."""
-    return [aim["text"].split(_FASTER)[1] for aim in row["aims"] if _FASTER in aim["text"]]
+def _aimed(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contenders of a row's first aim at being faster: statetree, or a variant of it, and the peer."""
+    text = next(aim["text"].split(_FASTER)[1] for aim in row["aims"] if _FASTER in aim["text"])
+    peer, _, variant = text.removesuffix(")").partition(" (")
+    named = {contender["name"]: contender for contender in row["contenders"]}
+    return named[f"{OURS}, {variant}" if variant else OURS], named[peer]
 
 
-def _ratio(row: dict[str, Any], peer: str) -> str:
-    times = next(contender["times_ours"] for contender in row["contenders"] if contender["name"] == peer)
-    return f"{times:.1f}{_TIMES}"
+def _ratio(ours: dict[str, Any], peer: dict[str, Any]) -> str:
+    return f"{peer['median_s'] / ours['median_s']:.1f}{_TIMES}"
 
 
-def _cells(row: dict[str, Any], peer: str) -> str:
-    ours = next(contender for contender in row["contenders"] if contender["role"] == "ours")
-    return f"| {row['title']} | {_time(ours['median_s'])} | `{peer}` | **{_ratio(row, peer)}** |"
+def _cells(title: str, ours: dict[str, Any], peer: dict[str, Any]) -> str:
+    return f"| {title} | {_time(ours['median_s'])} | `{peer['name']}` | **{_ratio(ours, peer)}** |"
 
 
 def _time(seconds: float) -> str:
