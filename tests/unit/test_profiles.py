@@ -84,7 +84,7 @@ SEEN = {
     "stage again": {"flatten", "checks", "bytes", "rebuild"},
     "first stage": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild"},
     "first stage, offload": {"flatten", "checks", "allocation", "bytes", "rebuild"},
-    "ten saves": {"flatten", "checks", "bytes", "rebuild", "archives", "waiting"},
+    "ten saves, async_save": {"flatten", "checks", "plan", "bytes", "sums", "archives", "waiting"},
     "copy_into": {"flatten", "checks", "bytes", "rebuild"},
     "allocate_like": {"flatten", "checks", "allocation", "rebuild"},
     "offload": {"flatten", "checks", "bytes", "rebuild"},
@@ -109,7 +109,7 @@ SEEN = {
     "load into shards": {"plan", "waiting"},
     "load a directory into shards": {"plan", "waiting"},
     "compare two files": {"compare", "waiting"},
-    "distribute from one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
+    "distribute from one, in_place": {"flatten", "bytes", "rebuild", "waiting"},  # once it is recognised
     "distribute from one, prepared, in_place": {"checks", "bytes", "waiting"},
     "broadcast": {"flatten", "checks", "plan", "bytes", "waiting"},
     "broadcast, in place": {"flatten", "checks", "plan", "waiting"},
@@ -150,8 +150,10 @@ def test_each_contender_with_a_time_to_reach_has_a_profile():
         assert {contender for profiled, contender in profiles.PROFILED if profiled is row} == timed
     assert {contender for _, contender in profiles.PROFILED} == {
         "statetree",
+        "statetree, async_save",
         "statetree, in place",
         "statetree, in place, prepared",
+        "statetree, in_place",
         "statetree, offload",
         "statetree, prepared",
         "statetree, prepared, in_place",
