@@ -283,6 +283,8 @@ class Checkpointer(Schedule):
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps, one does not answer, or this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.load``.
+            Exception: What a function of the user's raises, or the system where memory is short. The other ranks get a
+                ``CheckpointError`` that says so, and no older step is taken.
         """
         if isinstance(state, Integral):
             raise TypeError(
