@@ -195,3 +195,14 @@ def in_order_further_down(state, depth=0):
 )
 def test_what_only_large_channels_last_or_deep_states_show_is_found(transform, law):
     assert law in check_transform(transform, laws=None).broken
+
+
+def test_check_transform_finds_what_has_a_buffer_saved():
+    def saved(tree):
+        copy = st.offload(tree)
+        for leaf in st.flatten(copy)[0]:
+            if isinstance(leaf, torch.nn.Buffer):
+                leaf.persistent = True
+        return copy
+
+    assert check_transform(saved).broken == ["values"]
