@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.rows import OURS
+from benchmarks.rows import OURS, variant_of
 
 README: Final = Path(__file__).parents[1] / "README.md"
 BEGIN: Final = "<!-- figures: written by make bench -->\n"
@@ -75,7 +75,8 @@ def _ratio(ours: dict[str, Any], peer: dict[str, Any]) -> str:
 
 
 def _cells(title: str, ours: dict[str, Any], peer: dict[str, Any]) -> str:
-    return f"| {title} | {_time(ours['median_s'])} | `{peer['name']}` | **{_ratio(ours, peer)}** |"
+    how = "" if ours["name"] == OURS else f" (`{variant_of(ours['name'])}`)"
+    return f"| {title}{how} | {_time(ours['median_s'])} | `{peer['name']}` | **{_ratio(ours, peer)}** |"
 
 
 def _time(seconds: float) -> str:

@@ -72,8 +72,7 @@ def faster(than: str, times: float, timed: str = OURS) -> Aim:
     def value(result: Result) -> float:
         return result.of(than).median / result.of(timed).median
 
-    variant = "" if timed == OURS else f" ({variant_of(timed)})"
-    return Aim(f"≥ {times:g} times faster than {than}{variant}", value, lambda value: value >= times, timed)
+    return _timed(f"≥ {times:g} times faster than {than}", value, lambda value: value >= times, timed)
 
 
 def share(fraction: float, of: str) -> Aim:
@@ -87,8 +86,12 @@ def within(times: float, of: str, timed: str = OURS) -> Aim:
     def value(result: Result) -> float:
         return result.of(timed).median / result.of(of).median
 
-    variant = "" if timed == OURS else f" ({variant_of(timed)})"
-    return Aim(f"≤ {times:g} times {of}{variant}", value, lambda value: value <= times, timed)
+    return _timed(f"≤ {times:g} times {of}", value, lambda value: value <= times, timed)
+
+
+def _timed(text: str, value: Callable[[Result], float], reached: Callable[[float], bool], timed: str) -> Aim:
+    """Return an aim whose text names the variant that it is about, if it is about one."""
+    return Aim(text if timed == OURS else f"{text} ({variant_of(timed)})", value, reached, timed)
 
 
 def variant_of(contender: str) -> str:

@@ -78,7 +78,8 @@ class _PutOff:
 def without_collections(function: F) -> F:
     """Declare that a function makes many objects which stay, and ends soon (a decorator): garbage is collected later.
 
-    It is for what describes and plans: no function of users' that takes memory runs in it often.
+    It is for what describes and plans, and for what reads and writes many small tensors here: no function of users'
+    that takes memory runs in it often. What may take long inside is declared ``with_collections``.
     Python looks for cycles whenever so many objects were made, and looks at all that there are: in a process that holds
     a training job, that takes longer than what makes them. In other threads than the main one nothing is put off, since
     the program goes on beside them, and may make cycles that hold memory.

@@ -211,6 +211,9 @@ class StateTreeError(Exception):
     Control characters of names in its message, which a terminal would obey, are written as escapes.
     """
 
+    #: Whether other ranks failed, of what is no error of this library: they take no part any more.
+    failed_elsewhere = False
+
     def __init__(self, *args: object) -> None:
         super().__init__(*[harmless(arg) if isinstance(arg, str) else arg for arg in args])
 
@@ -273,9 +276,6 @@ def prefix_hint(left: Iterable[str], right: Iterable[str], told: tuple[str, str]
 
 class CheckpointError(StateTreeError):
     """A checkpoint could not be written or read."""
-
-    #: Whether other ranks failed, of what is no error of this library: they take no part any more.
-    failed_elsewhere = False
 
 
 class _AtPath(StateTreeError):

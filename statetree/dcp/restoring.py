@@ -109,8 +109,7 @@ class Restoration:
                     options = self._options._replace(partly=self._left)
                     return load_tree(path, template, self._ranks, options, together=True)
                 except StateTreeError as error:  # on every rank alike, unless some have left
-                    has_left = isinstance(error, CheckpointError) and error.failed_elsewhere
-                    another = None if has_left else self._by_first(self._find_instead)
+                    another = None if error.failed_elsewhere else self._by_first(self._find_instead)
                     if another is None:
                         raise
                     self.found = another

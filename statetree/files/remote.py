@@ -352,11 +352,8 @@ class RemoteFiles(OpenFiles):
             part = view[first : first + _PART_BYTES]
             data = place.read(offset + first, offset + first + len(part))
             if len(data) > len(part):
-                refuse(
-                    file.label,
-                    f"the server sent {len(data)} bytes for {len(part)}: it serves no ranges",
-                    "Download it.",
-                )
+                what = f"the server sent {len(data)} bytes for {len(part)}: it serves no ranges"
+                refuse(file.label, what, "Download it.")
             if len(data) < len(part):
                 refuse(file.label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
             part[:] = data

@@ -14,7 +14,7 @@ import torch
 
 import statetree as st
 from statetree.errors import TreeMismatch
-from statetree.files import filling
+from statetree.files import filling, loading
 from statetree.files.ranges import OpenFiles
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 from tests.judge import assert_trees_equal
@@ -307,3 +307,19 @@ def test_small_tensors_are_read_without_collections_and_large_ones_with(tmp_path
     assert st.similarity(st.load("memory://run/a", state), state)  # which takes long, for each of them
     assert seen == [True] * 10
     fsspec.filesystem("memory").store.clear()
+
+
+def test_what_takes_long_is_done_with_collections(tmp_path, monkeypatch):
+    st.save({"w": bits(5)}, tmp_path / "a")
+    seen, replicated = [], loading.replicated
+    monkeypatch.setattr(loading, "replicated", lambda *a, **o: [seen.append(gc.isenabled()), replicated(*a, **o)][1])
+    st.load(tmp_path / "a")
+    assert seen == [True]
+    st.save({"w": bits(5)}, "memory://run/a.safetensors")
+    stored, system = st.files.open("memory://run/a.safetensors"), fsspec.filesystem("memory")
+    cat_file = system.cat_file
+    monkeypatch.setattr(system, "cat_file", lambda *a, **o: [seen.append(gc.isenabled()), cat_file(*a, **o)][1])
+    st.save(stored, tmp_path / "b")  # which fetches it first
+    assert len(seen) > 1
+    assert all(seen)
+    system.store.clear()
