@@ -21,7 +21,7 @@ from weakref import ref
 
 import torch
 
-from statetree.declare import phase
+from statetree.declare import phase, without_collections
 from statetree.errors import RankMismatch, StateTreeError, unsignalled
 from statetree.exchange.call import Call
 from statetree.exchange.group import Group, group_of
@@ -250,6 +250,7 @@ def recognised(
     return declare
 
 
+@without_collections
 def sighted(group: Group, given: Mapping[str, Any], names: Sequence[str], verb: str) -> Sighting | None:
     """Return what a call is given; ``None`` if it is nothing that could be known again."""
     options = {name: value for name, value in given.items() if name not in names and name != "group"}
