@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from statetree.errors import CheckpointError, unsignalled
 from statetree.files.crc32 import crc32
 from statetree.files.remote import RemotePath
-from statetree.files.untrusted import refuse
+from statetree.files.untrusted import leads_out, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,6 +117,8 @@ def regular_bytes(path: Path, limit: int) -> bytes:
 def read_manifest(directory: Path) -> FileManifest | None:
     """Return the manifest of a checkpoint; ``None`` if there is none. Raises ``CheckpointError`` if it is damaged."""
     try:
+        if leads_out(directory / MANIFEST, directory):
+            raise CheckpointError(f"{MANIFEST} is a link that leads out of the directory")
         data = regular_bytes(directory / MANIFEST, _MAX_BYTES)
     except unsignalled(FileNotFoundError):
         return None

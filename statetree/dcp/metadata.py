@@ -15,7 +15,7 @@ from statetree.errors import CheckpointError, suppress, unsignalled
 from statetree.files.pickled_tensors import size_of
 from statetree.files.remote import RemotePath
 from statetree.files.unpickling import BadPickle
-from statetree.files.untrusted import inside, printable
+from statetree.files.untrusted import inside, leads_out, printable
 
 if TYPE_CHECKING:
     import os
@@ -91,7 +91,7 @@ def _refuse_mixture(directory: Path, what: str) -> None:
 
 def _content(directory: Path) -> bytes:
     path = directory / METADATA
-    if not path.resolve().is_relative_to(directory.resolve()):
+    if leads_out(path, directory):
         msg = f"load: the metadata of the checkpoint {directory} lie outside of it: {METADATA} is a link. Load a copy."
         raise CheckpointError(msg)
     try:

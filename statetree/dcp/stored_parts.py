@@ -14,11 +14,12 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.state_entries import PARTS_ENTRY, content_of
 from statetree.errors import CheckpointError, Difference, unsignalled
-from statetree.files.checkpoint import StoredParts
+from statetree.files.checkpoint import StoredParts, not_admitted
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
 from statetree.files.pickled_tensors import LAYOUTS
 from statetree.files.stored import StoredTensor
+from statetree.files.unpickling import StoredObject
 from statetree.torch_internals import check_sparse_indices, quietly
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class SavedParts(StoredParts):
             return leaf
         content = content_of("load", leaf, path)
         assert content.unpacked is not None
+        if isinstance(self._contexts, StoredObject):
+            raise not_admitted(f"load: the context of the leaf at {path or '<root>'} cannot be read", self._contexts.name)
         if type(self._contexts) is not list or len(self._contexts) != len(content.contexts):
             msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
             raise CheckpointError(msg)

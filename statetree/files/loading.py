@@ -14,7 +14,7 @@ from statetree.errors import CheckpointError, Difference, TreeMismatch, Unsuppor
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
-from statetree.files.checkpoint import StoredParts, is_entry
+from statetree.files.checkpoint import StoredParts, is_entry, not_admitted
 from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
@@ -202,7 +202,7 @@ class _Whole:
                 raise UnsupportedLeaf(msg, path)
             _check_known(spec, index, leaf)
         if checkpoint.foreign and self._where is None:
-            raise _not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
+            raise not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
 
     @with_collections
     def read(self) -> Any:
@@ -337,11 +337,4 @@ def _differ_in_dtypes(found: Difference) -> bool:
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
     for held in () if isinstance(leaf, StoredParts) else all_within(leaf):
         if isinstance(held, StoredObject):
-            raise _not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", held.name)
-
-
-def _not_admitted(what: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{what}: load does not make what it holds ({name}). If you trust it: of a directory, name the class with "
-        "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
-    )
+            raise not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", held.name)

@@ -72,7 +72,7 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
         refuse(listed_in, f"the file name {name!r} is not a plain one")
     path = directory / name
     try:
-        if not follow_links and not path.resolve().is_relative_to(directory.resolve()):
+        if not follow_links and leads_out(path, directory):
             remedy = "If you trust whoever made the directory, pass --follow-links."
             refuse(listed_in, f"the file {name!r} is a link that leads out of its directory", remedy)
         if not path.is_file():
@@ -80,6 +80,14 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
     except unsignalled(OSError, ValueError) as error:
         refuse(listed_in, f"the file {name!r} cannot be found: {error}")
     return path
+
+
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a path is a link that leads out of a directory. A link to itself leads nowhere."""
+    try:
+        return not path.resolve().is_relative_to(directory.resolve())
+    except RuntimeError:  # before Python 3.13
+        return False
 
 
 class _StackSize:
