@@ -199,7 +199,8 @@ class Series:
         path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
         identity = identity_of(partial.path)  # another writer may prune it as soon as it has its name
-        assert identity is not None, "no metadata were written"
+        if identity is None:
+            raise CheckpointError(f"save: {partial.path} has no {METADATA} any more: was it removed? Save again.")
         with alone_in(self.directory):
             with suppress(FileNotFoundError):
                 os.rename(path, aside)

@@ -106,6 +106,10 @@ def matched_entries(
         left = set(range(len(values))).difference(taken) if chosen is None else set()
         more, has_empty = _left(theirs, ours, left, partly=partly)
         refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
+    else:
+        lacking = [index for index in wanted if index not in found and not _is_nothing(leaves[index])]
+        spare = [place for place, value in enumerate(values) if place not in taken and not _is_nothing(value)]
+        refuse_all(_of_other_kinds(theirs, spare, ours, lacking))
     return {index: found[index] for index in wanted if index in found}
 
 
@@ -158,6 +162,25 @@ def _missing(
             wanted = f"the keys {', '.join(map(exactly, path))} ({alike})"
         found.append(Difference(path, "missing", _ABSENT, wanted))
     return found, is_empty
+
+
+def _is_nothing(leaf: Any) -> bool:
+    """Whether a leaf holds nothing: all that another tree has there, it lacks."""
+    return leaf is HOLE or (type(leaf) in (list, tuple) and not leaf)
+
+
+def _of_other_kinds(
+    theirs: _Entries, untaken: Sequence[int], ours: _Entries, lacking: Sequence[int]
+) -> list[Difference]:
+    """Return where one side has one leaf and the other several: then neither lacks anything."""
+    opened = {key[:count] for key in map(theirs.keys.__getitem__, untaken) for count in range(len(key))}
+    inside = {key[:count] for key in map(ours.keys.__getitem__, lacking) for count in range(len(key))}
+    whole = [ours.paths[index] for index in lacking if ours.keys[index] in opened]
+    parted = [theirs.paths[place] for place in untaken if theirs.keys[place] in inside]
+    return [
+        *[Difference(path, "structure", "several entries", "one") for path in whole],
+        *[Difference(path, "structure", "one entry", "several") for path in parted],
+    ]
 
 
 def _left(

@@ -14,6 +14,7 @@ from statetree.testing.contents import OBJECT, TreePlace, entries, gradient, sho
 from statetree.testing.differences import brief, differences, raise_for
 from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten
+from statetree.tree.registry import container_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,12 +204,18 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     mine, theirs = entries(a, gradients=True), entries(b, gradients=True)
     found = [*_shared_memory(mine, theirs), *_shared_history(mine, theirs)]
     if containers:
-        known = {id(entry.value): path for path, entry in mine.items()}
-        both = [(path, known[id(each.value)]) for path, each in theirs.items() if id(each.value) in known]
-        found += [
-            f"{shown(path)} is the object at {shown(its)}" for path, its in both if _is_changeable(mine[its].value)
-        ]
+        known = {id(value): path for path, value in _objects(mine) if _is_changeable(value)}
+        both = [(path, known[id(value)]) for path, value in _objects(theirs) if id(value) in known]
+        found += [f"{shown(path)} is the object at {shown(its)}" for path, its in dict(both).items()]
     raise_for("assert_independent: the trees are not independent", found)
+
+
+def _objects(held: dict[str, TreePlace]) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a tree, and in the attributes of its containers: a state dict's ``_metadata``."""
+    for path, entry in held.items():
+        yield path, entry.value
+        if container_of(type(entry.value)) is not None and (carried := getattr(entry.value, "__dict__", None)):
+            yield from ((path + step, each.value) for step, each in entries(carried).items() if step)
 
 
 def _shared_memory(mine: dict[str, TreePlace], theirs: dict[str, TreePlace]) -> Iterator[str]:

@@ -70,6 +70,30 @@ def test_a_step_is_replaced(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000007"]
 
 
+@pytest.mark.parametrize("name", [".statetree_manifest", "__0_0.distcp"])
+def test_a_step_with_a_link_to_itself_is_damaged(name, tmp_path):
+    saved = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        saved.save(step, state_of(step))
+    (saved.path(2) / name).unlink()
+    (saved.path(2) / name).symlink_to(name)
+    with pytest.warns(UserWarning, match="took the checkpoint of step 1"):
+        assert_trees_equal(saved.restore(fallback=True), state_of(1))
+
+
+def test_a_step_whose_folder_is_removed_while_it_is_written(tmp_path, monkeypatch):
+    saved = Checkpointer(tmp_path)
+    publish = series.Series.publish
+
+    def remove(own, partial):
+        shutil.rmtree(partial.path)
+        publish(own, partial)
+
+    monkeypatch.setattr(series.Series, "publish", remove)
+    with pytest.raises(statetree.CheckpointError, match=r"save: .*partial-\w+ has no .metadata any more"):
+        saved.save(1, state_of(1))
+
+
 def test_what_another_publishes_while_old_ones_are_pruned_stays(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, keep=1) as saved:
         saved.save(0, state_of(0))

@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
 from statetree import dcp
@@ -225,6 +226,43 @@ def test_what_the_checkpoint_lacks_keeps_what_it_holds(tmp_path):
     assert loaded["n"] == {"x": 1, "y": {"z": 5}}
     with pytest.raises(statetree.TreeMismatch, match=r"shape differs at a"):
         statetree.load(tmp_path, {"a": torch.zeros(4), "new": 1}, in_place=True, strict=False)
+
+
+SEVERAL = {"x": torch.ones(2), "y": [torch.ones(2)]}
+
+
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+@pytest.mark.parametrize(
+    ("saved", "template", "message"),
+    [
+        (torch.ones(2), SEVERAL, "structure differs at a: expected several, got one entry"),
+        (None, SEVERAL, "structure differs at a: expected several, got one entry"),
+        (SEVERAL, torch.ones(2), "structure differs at a: expected one, got several entries"),
+        (SEVERAL, None, "structure differs at a: expected one, got several entries"),
+        ([torch.ones(2)], [1, 2], "structure differs at a: expected one, got several entries"),
+        ([1, 2], [torch.ones(2)], "structure differs at a: expected several, got one entry"),
+        (TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2), "expected one, got several"),
+        (torch.ones(2), TwoTensor(torch.ones(2), torch.ones(2)), "expected several, got one"),
+    ],
+)
+def test_where_one_has_a_leaf_and_the_other_several_neither_lacks_any(saved, template, message, tmp_path):
+    """As torchao's moments, which are plain tensors where shards are small."""
+    paths = [tmp_path / "saved", *([] if TwoTensor in {type(saved), type(template)} else [tmp_path / "saved.pt"])]
+    for path in paths:
+        statetree.save({"a": saved, "b": torch.arange(3.0)}, path)
+        like = {"a": template, "b": torch.zeros(3)}
+        with pytest.raises(statetree.TreeMismatch, match=message):
+            statetree.load(path, like, strict=False)
+        assert statetree.load(path, like, strict=False, where="b")["b"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("empty", [{}, [], statetree.HOLE])
+def test_what_is_empty_lacks_what_the_other_has(empty, tmp_path):
+    for saved, template in ((SEVERAL, empty), (empty, SEVERAL)):
+        path = tmp_path / ("saved" if saved is SEVERAL else "empty")
+        statetree.save({"a": saved, "b": torch.arange(3.0)}, path)
+        loaded = statetree.load(path, {"a": template, "b": torch.zeros(3)}, strict=False)
+        assert_trees_equal(loaded, {"a": template, "b": torch.arange(3.0)})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -283,6 +284,19 @@ def test_the_metadata_lie_inside(checkpoint):
     (checkpoint / ".metadata").rename(checkpoint.parent / "outside")
     (checkpoint / ".metadata").symlink_to("../outside")
     refused(checkpoint, "lie outside of it")
+
+
+def test_the_manifest_lies_inside(checkpoint):
+    (checkpoint / MANIFEST).rename(checkpoint.parent / "outside")
+    (checkpoint / MANIFEST).symlink_to("../outside")
+    refused(checkpoint, f"{MANIFEST} is a link that leads out of the directory")
+
+
+@pytest.mark.parametrize("name", [".metadata", MANIFEST, "__0_0.distcp"])
+def test_a_link_to_itself_is_damage(name, checkpoint):
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to(name)
+    refused(checkpoint, re.escape(name))
 
 
 def pieces(metadata, *boxes):

@@ -342,6 +342,16 @@ def test_a_shard_that_is_swapped_after_the_check_is_an_error(tmp_path):
         found.tree["a"].read()
 
 
+def test_a_shard_that_is_a_link_to_itself_is_missing(tmp_path):
+    st.save({"a": bits(9), "b": bits(8)}, tmp_path / "m.safetensors", shard_bytes=36)
+    shard = tmp_path / "m-00001-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    for follow_links in (False, True):
+        with pytest.raises(CheckpointError, match=r"'m-00001-of-00002.safetensors' is missing"):
+            st.files.open(tmp_path / "m.safetensors.index.json", follow_links=follow_links)
+
+
 def test_elements_are_converted_as_they_are_read(tmp_path):
     stored = open_file(write({"w": bits(50).t() if False else torch.arange(50.0)}, tmp_path / "a.pt"))["w"]
     half = stored.to(torch.bfloat16)

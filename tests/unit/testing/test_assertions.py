@@ -2,6 +2,7 @@
 
 import threading
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_shared_objects_are_noticed(make):
 #: Here a storage counts as a whole, and not only the part of it that a tensor is a view of.
 ON_ONE_STORAGE = {"arrays_side_by_side", "mixed_places_in_one_array"}
 ALLOWED = {name: make for name, make in sharing.ALLOWED.items() if name not in ON_ONE_STORAGE}
+
+
+def test_what_containers_carry_is_not_to_be_shared():
+    left, right = (OrderedDict(a=torch.ones(2)) for _ in range(2))
+    left._metadata, right._metadata = {"": {"version": 1}}, {"": {"version": 1}}
+    assert_independent(left, right)
+    right._metadata[""] = left._metadata[""]
+    with pytest.raises(AssertionError, match=r"  _metadata\. is the object at _metadata\."):
+        assert_independent(left, right)
+    right._metadata = left._metadata
+    with pytest.raises(AssertionError, match=r"  _metadata is the object at _metadata\n"):
+        assert_independent(left, right)
 
 
 @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED)
