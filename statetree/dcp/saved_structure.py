@@ -40,11 +40,15 @@ _LEAF: Final = "leaf "
 
 
 class SavedEntry(NamedTuple):
-    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts."""
+    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts.
+
+    ``context`` is the key of what a value of a registered leaf type has beside its parts, if there is anything.
+    """
 
     sort: str
     keys: tuple[str, ...]
     facts: str = ""
+    context: str = ""
 
 
 class SavedContainer(NamedTuple):
@@ -91,7 +95,7 @@ class Structure(NamedTuple):
 
     def to_text(self) -> str:
         """Return it as text."""
-        table = [list(entry) for entry in self.entries]
+        table = [list(entry) if entry.context else list(entry[:3]) for entry in self.entries]
         nodes = [list(container) for container in self.containers]
         others = {"others": [*self.others.items()]} if self.others else {}
         return json.dumps({"version": VERSION, "nodes": nodes, "entries": table, **others}, separators=(",", ":"))
@@ -270,11 +274,11 @@ def _read_container(name: Any, family: Any, keys: Any, links: Any, data: Any) ->
     return SavedContainer(name, family, keys, links, data)
 
 
-def _read_entry(sort: Any, keys: Any, facts: Any) -> SavedEntry:
-    _texts([facts])
+def _read_entry(sort: Any, keys: Any, facts: Any, context: Any = "") -> SavedEntry:
+    _texts([facts, context])
     if sort not in {TENSOR_ENTRY, PARTS_ENTRY, VALUE_ENTRY} or (sort != PARTS_ENTRY and len(keys) != 1):
         raise ValueError("expected the sort of an entry, and its keys")
-    return SavedEntry(sort, _texts(keys), facts)
+    return SavedEntry(sort, _texts(keys), facts, context)
 
 
 def _written_aux(kind: Container, aux: Any) -> Any:

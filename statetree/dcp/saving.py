@@ -210,7 +210,11 @@ class StateSave:
                 self._told.inseparable.update(dict.fromkeys(keys, leaf))
             for name, tensor in zip(keys, content.tensors, strict=False):
                 self._add_tensor(name, tensor, dcp_path if name == key else (name,))
-            saved.append(SavedEntry(content.sort, keys, content.facts))
+            context = ""
+            if content.contexts:
+                context = free_key(f"{key}.<context>", taken)
+                self._add_value(context, content.contexts, path, (context,), type(value))
+            saved.append(SavedEntry(content.sort, keys, content.facts, context))
         if is_first(self._group):
             self._structure = Structure.of(spec, saved)
             self._add_value(STRUCTURE_KEY, self._structure.to_text(), Path(), (STRUCTURE_KEY,))
@@ -221,14 +225,16 @@ class StateSave:
         """Return the leaf that an entry is a part of, if it is one of several tensors, by the texts of its keys."""
         return next((steps[:count] for count in range(len(steps)) if steps[:count] in self._told.divided), None)
 
-    def _add_value(self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...]) -> None:
+    def _add_value(
+        self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...], cls: type | None = None
+    ) -> None:
         self._told.dcp_paths[key] = dcp_path
         self._told.pieces[Index(key, None)] = None
         data = _pickled(value, path)
         self._held[Index(key, None)] = Piece([data], 0, len(data))
         why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(bytes(data))
         if why:
-            self.unmade.append(f"{path or '<root>'} ({type(value).__qualname__}): {why}")
+            self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
 
     def _add_tensor(
         self, key: str, tensor: torch.Tensor | StoredTensor | LocalChunks, dcp_path: tuple[str | int, ...]

@@ -19,7 +19,7 @@ from statetree.files.filling import check_elements, held_chunks, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import facts, is_distributed, is_plain, is_stored, leaf_type_of, materialized
-from statetree.leaves.lowering import lower
+from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.pairing import facts_inside
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
@@ -67,7 +67,7 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry], Map
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
     outer = [leaf if _is_made_later(leaf) else joined(materialized(leaf)) for leaf in outer]
-    lowered = lower(verb, outer, outer_spec, flatten, every=True, contexts=True)
+    lowered = lower(verb, outer, outer_spec, flatten, wanted=is_made_of_tensors)
     keys, paths = lowered.spec.flat_keys(), _dcp_paths(lowered.spec)
     if STRUCTURE_KEY in keys:
         keys = [free_key(key, set(keys)) if key == STRUCTURE_KEY else key for key in keys]
@@ -118,6 +118,11 @@ class Content(NamedTuple):
     tensors: Sequence[Any]  # the tensor itself (``LocalChunks`` of a distributed one, a stored one), or its parts
     facts: str = ""  # what must agree, besides, for the parts to be of use
     unpacked: Unpacked | None = None  # how a leaf is packed again of its parts
+
+    @property
+    def contexts(self) -> list[Any]:
+        """What a value of a registered leaf type has beside its parts."""
+        return [] if self.unpacked is None else [recipe.context for recipe in self.unpacked.registered(0)]
 
     def packed(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the leaf again, of other tensors in the place of ``tensors``."""

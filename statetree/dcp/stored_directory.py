@@ -84,7 +84,7 @@ class _Directory:
             saved = read_structure(self._plain(STRUCTURE_KEY))
             tree, made.holders = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
             made.unknown, made.divided = self._unknown_in(saved), dict(saved.divided())
-            placed = {key for entry in saved.entries for key in entry.keys}
+            placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
             loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
             if not loose:
                 made.tree = tree
@@ -125,7 +125,7 @@ class _Directory:
             return made
         name = tensor_name(entry.facts)
         self._skip(f"a tensor saved in parts ({name})")
-        return SavedParts(name, parts, entry.facts)
+        return SavedParts(name, parts, entry.facts, values.get(entry.context) if entry.context else None)
 
     def _unknown_in(self, saved: Structure) -> list[Difference]:
         found: list[Difference] = []

@@ -14,11 +14,12 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.state_entries import PARTS_ENTRY, content_of
 from statetree.errors import CheckpointError, Difference, unsignalled
-from statetree.files.checkpoint import StoredParts
+from statetree.files.checkpoint import StoredParts, not_admitted
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
 from statetree.files.pickled_tensors import LAYOUTS
 from statetree.files.stored import StoredTensor
+from statetree.files.unpickling import StoredObject
 from statetree.torch_internals import check_sparse_indices, quietly
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ _NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tens
 class SavedParts(StoredParts):
     """A leaf that ``save`` took apart: as ``Content`` has it."""
 
-    def __init__(self, name: str, tensors: Sequence[StoredTensor], facts: str) -> None:
+    def __init__(self, name: str, tensors: Sequence[StoredTensor], facts: str, contexts: Any) -> None:
         super().__init__(name)
         self._tensors = tensors
         self._facts = facts
+        self._contexts = contexts
 
     def targets(self, path: Path, leaf: Any) -> Sequence[Target]:
         """Return what there is to fill of a leaf."""
@@ -47,6 +49,8 @@ class SavedParts(StoredParts):
             found.append(Difference(path, "leaf type", "a tensor saved in parts", f"a {type(leaf).__qualname__}"))
         elif content.facts != self._facts or len(self._tensors) != len(content.tensors):
             found.append(Difference(path, "layout", self._facts, content.facts))
+        elif bool(content.contexts) != (self._contexts is not None):
+            found.append(Difference(path, "leaf type", "a tensor saved in parts", "a registered leaf type"))
         else:
             for stored, tensor in zip(self._tensors, content.tensors, strict=True):
                 if tuple(stored.shape) != tuple(tensor.shape):
@@ -71,6 +75,23 @@ class SavedParts(StoredParts):
         except unsignalled(RuntimeError, ValueError) as error:
             what = f"{path or '<root>'} are damaged: {str(error).splitlines()[0][:300]}"
             raise CheckpointError(f"load: the indices of the leaf at {what}. Load another checkpoint.") from None
+
+    def completed(self, path: Path, leaf: Any) -> Any:
+        """Return the leaf, with the context that was saved."""
+        if self._contexts is None:
+            return leaf
+        content = content_of("load", leaf, path)
+        assert content.unpacked is not None
+        if isinstance(self._contexts, StoredObject):
+            raise not_admitted(
+                f"load: the context of the leaf at {path or '<root>'} cannot be read", self._contexts.name
+            )
+        if type(self._contexts) is not list or len(self._contexts) != len(content.contexts):
+            msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
+            raise CheckpointError(msg)
+        for recipe, context in zip(content.unpacked.registered(0), self._contexts, strict=True):
+            recipe.context = context
+        return content.unpacked.pack(content.unpacked.parts)[0]
 
 
 def _check_same_pieces(leaf: Any, template: Any) -> None:

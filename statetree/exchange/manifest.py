@@ -27,7 +27,7 @@ from statetree.leaves.builtin import (
 from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
-from statetree.leaves.lowering import Lowered, assumed_sums, lower
+from statetree.leaves.lowering import Lowered, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import is_strided
 from statetree.spans.columns import Columns
@@ -99,7 +99,7 @@ class Manifest:
         self.complete = complete
         self.written = written
         self.replicas = replicas
-        self._lower(lower(verb, leaves, spec, self._flatten, every=every), ranks)
+        self._lower(lower(verb, leaves, spec, self._flatten, wanted=is_divisible if every else None), ranks)
 
     def _materialized(self, leaf: Any, *, unread: bool) -> Any:
         if not (unread and is_stored(leaf) and leaf.is_made):

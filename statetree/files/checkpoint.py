@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.page import tree_fragments
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
@@ -72,6 +72,18 @@ class StoredParts(StoredObject, ABC):
 
     def check(self, path: key_paths.Path, leaf: Any) -> None:
         """Raise ``CheckpointError`` if parts say that elements of the leaf lie outside of it."""
+
+    def completed(self, path: key_paths.Path, leaf: Any) -> Any:  # noqa: ARG002 - for others
+        """Return the leaf, once it is filled."""
+        return leaf
+
+
+def not_admitted(what: str, name: str) -> CheckpointError:
+    """Return the error for what is loaded and holds an object that is not made."""
+    return CheckpointError(
+        f"{what}: load does not make what it holds ({name}). If you trust it: of a directory, name the class with "
+        "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from statetree.files.checkpoint import is_entry
 from statetree.files.key_texts import is_readable, key_text
 from statetree.key_paths import Path, exactly
 from statetree.leaves.casting import is_castable
+from statetree.leaves.divided import DividedLeaf
 from statetree.leaves.ties import view_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for
@@ -101,16 +102,20 @@ def matched_entries(
     if not strict:  # a HOLE counts as a leaf that is not there
         found = {index: value for index, value in found.items() if (value is HOLE) is (leaves[index] is HOLE)}
     wanted = range(len(leaves)) if chosen is None else chosen
+    found = {index: found[index] for index in wanted if index in found}
+    absent = [index for index in wanted if index not in found]
+    lacking = [index for index in absent if not _is_nothing(leaves[index])]
+    spare = [place for place, value in enumerate(values) if place not in taken and not _is_nothing(value)]
+    unlike = [*_of_other_kinds(theirs, spare, ours, lacking), *_in_part(theirs, spare, ours, lacking, found)]
     if strict:
-        missing, is_empty = _missing(theirs, ours, leaves, [index for index in wanted if index not in found])
+        missing, is_empty = _missing(theirs, ours, leaves, absent)
         left = set(range(len(values))).difference(taken) if chosen is None else set()
         more, has_empty = _left(theirs, ours, left, partly=partly)
-        refuse_all([*missing, *more], _EMPTY_REMEDY if is_empty or has_empty else _REMEDY)
+        remedy = _EMPTY_REMEDY if is_empty or has_empty else _REMEDY
+        refuse_all([*missing, *more], remedy, may_lack=not unlike)
     else:
-        lacking = [index for index in wanted if index not in found and not _is_nothing(leaves[index])]
-        spare = [place for place, value in enumerate(values) if place not in taken and not _is_nothing(value)]
-        refuse_all(_of_other_kinds(theirs, spare, ours, lacking))
-    return {index: found[index] for index in wanted if index in found}
+        refuse_all(unlike)
+    return found
 
 
 def _found(theirs: _Entries, ours: _Entries, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, int]]:
@@ -164,9 +169,11 @@ def _missing(
     return found, is_empty
 
 
-def _is_nothing(leaf: Any) -> bool:
-    """Whether a leaf holds nothing: all that another tree has there, it lacks."""
-    return leaf is HOLE or (type(leaf) in (list, tuple) and not leaf)
+def _is_nothing(value: Any) -> bool:
+    """Whether a value holds nothing: all that another tree has there, it lacks."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_nothing, value.values() if type(value) is dict else value))
+    return value is HOLE
 
 
 def _of_other_kinds(
@@ -178,9 +185,23 @@ def _of_other_kinds(
     whole = [ours.paths[index] for index in lacking if ours.keys[index] in opened]
     parted = [theirs.paths[place] for place in untaken if theirs.keys[place] in inside]
     return [
-        *[Difference(path, "structure", "several entries", "one") for path in whole],
-        *[Difference(path, "structure", "one entry", "several") for path in parted],
+        *[Difference(path, "structure", "entries inside it", "one entry") for path in whole],
+        *[Difference(path, "structure", "one entry", "entries inside it") for path in parted],
     ]
+
+
+def _in_part(
+    theirs: _Entries, spare: Sequence[int], ours: _Entries, lacking: Sequence[int], found: Collection[int]
+) -> list[Difference]:
+    """Return which leaves that are made of several tensors would get some of them."""
+    divided = {_key(visit.path): visit.path for visit in ours.spec.walk() if visit.cls is DividedLeaf}
+
+    def above(keys: Sequence[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+        return {key[:count] for key in keys for count in range(len(key))} & divided.keys()
+
+    others = above([ours.keys[index] for index in lacking]) | above([theirs.keys[place] for place in spare])
+    both = above([ours.keys[index] for index in found]) & others if divided else set()
+    return [Difference(path, "structure", "other tensors", "the same") for key, path in divided.items() if key in both]
 
 
 def _left(
@@ -206,11 +227,11 @@ def _left(
     return [*(Difference(path, "length", "entries", "an empty container") for path in empty), *found], bool(empty)
 
 
-def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY) -> None:
-    """Raise ``TreeMismatch`` if there are differences."""
+def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY, *, may_lack: bool = True) -> None:
+    """Raise ``TreeMismatch`` if there are differences. ``may_lack`` is whether ``strict=False`` would help."""
     if not differences:
         return
-    if any(found.kind == "missing" for found in differences):
+    if may_lack and any(found.kind == "missing" for found in differences):
         remedy += " With strict=False, what one side lacks is left alone."
     if any(map(is_castable, differences)):
         remedy += " With cast=True, dtypes are converted."

@@ -10,11 +10,11 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.declare import phase, with_collections, without_collections
-from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf, check_function, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
-from statetree.files.checkpoint import StoredParts, is_entry
+from statetree.files.checkpoint import StoredParts, is_entry, not_admitted
 from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill, held_chunks
 from statetree.files.formats import opened
@@ -25,7 +25,7 @@ from statetree.files.unpickling import StoredObject, all_within
 from statetree.leaves.builtin import IN_A_FILE, is_cuttable, is_distributed, is_stored, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.lowering import lie_on_ranks, lower
+from statetree.leaves.lowering import is_made_of_tensors, lie_on_ranks, lower
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import memory_of
 from statetree.torch_internals import quietly
@@ -202,7 +202,7 @@ class _Whole:
                 raise UnsupportedLeaf(msg, path)
             _check_known(spec, index, leaf)
         if checkpoint.foreign and self._where is None:
-            raise _not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
+            raise not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
 
     @with_collections
     def read(self) -> Any:
@@ -226,7 +226,7 @@ class _Filled:
         flat = partial(flatten_for, "load", is_leaf=is_entry)
         outer, spec = flat(self._like)
         read = list(map(materialized, outer))
-        self._lowered = lowered = lower("load", read, spec, flat, every=True, contexts=True)
+        self._lowered = lowered = lower("load", read, spec, flat, wanted=is_made_of_tensors)
         self._paths = lowered.spec.paths()
         chosen = None
         if self._options.where is not None:
@@ -312,6 +312,8 @@ class _Filled:
         fill("load", self._targets)
         if self._write is not None:
             with_collections(self._write)()
+        for index, parts in self._parts.items():
+            self._result[index] = parts.completed(self._paths[index], self._result[index])
         return self._lowered.outline.lift("load", self._result, self._lowered.recipes)
 
 
@@ -335,11 +337,4 @@ def _differ_in_dtypes(found: Difference) -> bool:
 def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
     for held in () if isinstance(leaf, StoredParts) else all_within(leaf):
         if isinstance(held, StoredObject):
-            raise _not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", held.name)
-
-
-def _not_admitted(what: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{what}: load does not make what it holds ({name}). If you trust it: of a directory, name the class with "
-        "torch.serialization.add_safe_globals, or pass weights_only=False; a torch file, read with torch.load."
-    )
+            raise not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", held.name)

@@ -7,7 +7,7 @@ distributed as it was; if they are whole, it is the value that they make without
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import UnsupportedLeaf, unsignalled
 from statetree.leaves.engine_type import LeafPart, ListedPart
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
-
-
-#: The name of the part that is a leaf's context.
-CONTEXT: Final = "<context>"
 
 
 class DividedLeaf:
@@ -87,8 +83,7 @@ class Outline(NamedTuple):
                 leaves.append(own[0])
                 continue
             recipe = recipes[paths[leaf]]
-            tensors = own[: len(own) - recipe.num_told]
-            key = (id(recipe.leaf), *map(id, tensors))  # a leaf in two places is one again
+            key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
             try:
                 if key not in made:
                     made[key] = recipe.lift(own)
@@ -119,13 +114,6 @@ def _check_bound(leaf: Any, parts: Sequence[Any]) -> None:
         )
 
 
-class Context(NamedTuple):
-    """What a leaf needs beside its parts, in a tuple of one, whose leaves are the last of the parts."""
-
-    leaves: Sequence[Any]
-    spec: TreeSpec
-
-
 @dataclass(slots=True, eq=False)
 class Recipe:
     """How a divided leaf is put together of its parts."""
@@ -139,12 +127,6 @@ class Recipe:
     #: Its global shape and strides, if it is a ``DTensor``, or lies in the local tensor of one.
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     text: str = ""  # what it is beside its parts
-    told: Context | None = None  # the context, if it is the last of the parts
-
-    @property
-    def num_told(self) -> int:
-        """How many parts, the last ones, are its own context."""
-        return 0 if self.told is None else len(self.told.leaves)
 
     def lift(self, parts: Sequence[Any]) -> Any:
         """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
@@ -161,9 +143,7 @@ class Recipe:
                 position += len(inside.parts)
         are_chunks = any(isinstance(part, LeafPart) for part in parts)
         context, leaf_type = self.context, self.leaf_type
-        if self.told is not None and not are_chunks:
-            (context,) = self.told.spec.unflatten(parts[position:])
-        elif self.whole is not None and not are_chunks:
+        if self.whole is not None and not are_chunks:
             context = leaf_type.reshaped(context, *self.whole)
         attributes = replicated("copy", self.attributes, Memory(), copy=True) if self.attributes else None
         made = leaf_type.assemble(context, values, attributes)

@@ -17,7 +17,7 @@ from statetree.chunks.cuts import Cut
 from statetree.chunks.ranks import this_rank_alone
 from statetree.errors import TreeMismatch, unsignalled
 from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
-from statetree.leaves.divided import CONTEXT, Context, DividedLeaf, Outline, Recipe
+from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import LeafPart, WholePart
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.location import located_error
@@ -50,16 +50,13 @@ def lower(
     flatten: Callable[[Any], tuple[list[Any], TreeSpec]],
     *,
     also: Mapping[Path, Recipe] | None = None,
-    every: bool = False,
-    contexts: bool = False,
+    wanted: Callable[[Any], bool] | None = None,
 ) -> Lowered:
     """Divide those leaves of a tree that are made of several distributed tensors.
 
     ``flatten`` takes a tree apart as this one was. ``also`` is what is divided in a tree that this one is matched with,
-    as it is there. With ``every``, all leaves are divided that are made of tensors (``is_divisible``). With
-    ``contexts``, what registered leaf types have beside tensors is a part, too.
+    as it is there. ``wanted`` says of leaves that are made of tensors (``is_divisible``) whether they are, in any case.
     """
-    how = _How(every, flatten if contexts else None)
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
     paths: list[Path] = spec.paths() if also else []
@@ -72,10 +69,10 @@ def lower(
             if found is not None:
                 divided[index], recipes[paths[index]] = found
                 continue
-            chosen = partner is not None or every
+            chosen = partner is not None or (wanted is not None and wanted(leaf))
             if is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
-                divided[index], recipes[paths[index]] = _divide(leaf, how, partner)
+                divided[index], recipes[paths[index]] = _divide(leaf, wanted, partner)
     except TreeMismatch:
         raise
     except unsignalled(Exception) as error:
@@ -123,6 +120,13 @@ def _is_made_of_parts(local: Any) -> bool:
     return leaf_type is not None and not leaf_type.native and leaf_type.has_elements
 
 
+def is_made_of_tensors(leaf: Any) -> bool:
+    """Whether a leaf is a tensor subclass whose class says what it is made of, and all that it is beside."""
+    leaf_type = leaf_type_of(type(leaf))
+    is_told = leaf_type is not None and not leaf_type.registered
+    return is_told and isinstance(leaf, torch.Tensor) and is_divisible(leaf)
+
+
 def is_divisible(leaf: Any) -> bool:
     """Whether a leaf is made of tensors that are found in it by its own class."""
     leaf_type = leaf_type_of(type(leaf))
@@ -131,15 +135,10 @@ def is_divisible(leaf: Any) -> bool:
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
 
-class _How(NamedTuple):
-    """How leaves are divided: what they are made of in any case, too; contexts as parts, if a function is given."""
-
-    every: bool
-    flatten: Callable[[Any], tuple[list[Any], TreeSpec]] | None
-
-
-def _divide(leaf: Any, how: _How, partner: Recipe | None = None) -> tuple[DividedLeaf, Recipe]:
-    """Divide a leaf, and of what it is made what is divided in its partner in another tree.
+def _divide(
+    leaf: Any, wanted: Callable[[Any], bool] | None = None, partner: Recipe | None = None
+) -> tuple[DividedLeaf, Recipe]:
+    """Divide a leaf, and of what it is made what is ``wanted``, or divided in its partner in another tree.
 
     Of the local tensor of a ``DTensor``, everything is divided.
     """
@@ -153,12 +152,12 @@ def _divide(leaf: Any, how: _How, partner: Recipe | None = None) -> tuple[Divide
         for part, row in zip(inner, rows, strict=True):
             is_whole = any(rows) and type(part) is torch.Tensor and part.layout is torch.strided
             parts.append(row or (WholePart([part], part.shape, [(0,) * part.dim()]) if is_whole else part))
-        return _assembled(leaf, leaf_type, contents, parts, how, partner=partner)
+        return _assembled(leaf, leaf_type, contents, parts, wanted=wanted, partner=partner)
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
-    inside = _divide_local(inner[0], part_maker(leaf), (*map(Cut, range(leaf.dim())),), how, whole[1])
-    return inside[0], _assembled(leaf, leaf_type, contents, [inside], how, whole)[1]
+    inside = _divide_local(inner[0], part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
 def _assembled(
@@ -166,9 +165,9 @@ def _assembled(
     leaf_type: EngineLeafType,
     contents: LeafContents,
     given: Sequence[Any],
-    how: _How,
     whole: Any = None,
     *,
+    wanted: Callable[[Any], bool] | None = None,
     partner: Recipe | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf: ``given`` are its parts, or what they are divided into."""
@@ -176,35 +175,29 @@ def _assembled(
     parts: dict[str, Any] = {}
     inner: list[Recipe | None] = []
     flat: list[Any] = []
-    told: Context | None = None
     names = leaf_type.part_names(context, len(given))
     if partner is not None and partner.leaf_type.local_tensor is not None:
         partner = partner.inner[0]  # of its local tensor
     partners = [None] * len(given) if partner is None or len(partner.inner) != len(given) else partner.inner
     for name, part, other in zip(names, given, partners, strict=True):
-        chosen = other is not None or how.every
+        chosen = other is not None or (wanted is not None and wanted(part))
         if type(part) is tuple:
             inside, recipe = part
         else:
             is_divided = is_several(part) or (chosen and is_divisible(part))
-            inside, recipe = _divide(part, how, other) if is_divided else (part, None)
+            inside, recipe = _divide(part, wanted, other) if is_divided else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
-    if how.flatten is not None and leaf_type.registered and not leaf_type.distributed:
-        held = context if whole is None else leaf_type.reshaped(context, *whole)
-        parts[CONTEXT] = (held,)  # one entry of a checkpoint, if it is plain
-        told = Context(*how.flatten((held,)))
-        flat += told.leaves
     text = _text(leaf, leaf_type)
-    return DividedLeaf(text, parts), Recipe(leaf, leaf_type, context, attributes, inner, flat, whole, text, told)
+    recipe = Recipe(leaf, leaf_type, context, attributes, inner, flat, whole, text)
+    return DividedLeaf(text, parts), recipe
 
 
 def _divide_local(
     local: torch.Tensor,
     as_part: Callable[[torch.Tensor, tuple[Cut | None, ...]], LeafPart],
     cuts: tuple[Cut | None, ...],
-    how: _How,
     stride: Sequence[int] | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide the local tensor of a ``DTensor``, or a tensor inside it, whose dims follow those of the ``DTensor``.
@@ -219,12 +212,12 @@ def _divide_local(
     for tensor, own in zip(inner, leaf_type.cuts(local, inner), strict=True):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
-            given.append(_divide_local(tensor, as_part, followed, how))
+            given.append(_divide_local(tensor, as_part, followed))
         else:
             given.append(as_part(as_plain(tensor), followed))
     shape = as_part(local, cuts).shape
     strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
-    return _assembled(local, leaf_type, contents, given, how, (shape, strides))
+    return _assembled(local, leaf_type, contents, given, (shape, strides))
 
 
 def _through(outer: Cut | None, cut: Cut) -> Cut | None:

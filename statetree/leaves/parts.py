@@ -128,6 +128,10 @@ class Unpacked:
                 chosen += chain(carried, *[inside.within() for inside in packed(carried)])
         return list(dict.fromkeys(part for part in chosen if isinstance(part, int)))
 
+    def registered(self, leaf: int) -> list[PackedRecipe]:
+        """Return a leaf's recipes of registered leaf types, from the outside in: parts do not say their contexts."""
+        return [recipe for recipe in packed([self.recipe(leaf)]) if recipe.leaf_type.registered]
+
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
         return any(recipe.leaf_type.distributed for recipe in packed(self.recipes.values()))

@@ -7,13 +7,10 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree
 from statetree.testing import run_ranks
 from tests.collectives.test_custom_chunks import FULL, blocks_of
-from tests.judge import assert_trees_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
@@ -66,11 +63,7 @@ class FpType(statetree.LeafType):
 
 
 @pytest.fixture(autouse=True)
-def _registered():
-    register()
-
-
-def register():
+def registered():
     statetree.register_leaf_type(Scaled, ScaledType)
     statetree.register_leaf_type(Holder, HolderType())
     statetree.register_leaf_type(Fp, FpType())
@@ -95,7 +88,7 @@ def test_a_registered_value_comes_back(tmp_path):
 def test_its_tensors_are_entries_that_dcp_reads(tmp_path):
     statetree.save({"q": scaled(0.5)}, tmp_path)
     metadata = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert {"q.0", "q.1", "q.<context>"} < set(metadata)
+    assert {"q.<part 0>", "q.<part 1>", "q.<context>"} < set(metadata)
 
 
 def test_registered_values_in_each_other(tmp_path):
@@ -118,42 +111,18 @@ def test_the_context_of_a_registered_tensor_comes_back(tmp_path):
 def test_a_template_of_another_shape_is_refused(tmp_path):
     statetree.save({"q": scaled(0.5)}, tmp_path)
     template = {"q": Scaled(torch.zeros(5, dtype=torch.int8), 1.0, torch.zeros(2))}
-    with pytest.raises(statetree.TreeMismatch, match=r"load: shape differs at q.0: expected \(5,\), got \(6,\)"):
+    with pytest.raises(statetree.TreeMismatch, match=r"load: layout differs at q: .*\(5,\).*\(6,\)"):
         statetree.load(tmp_path, template, in_place=True)
 
 
 def test_a_context_that_does_not_come_back_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match=r"  q.<context>\S* \(\w+\): .*len"):
+    with pytest.warns(UserWarning, match=r"  q \(Scaled\): .*len"):
         statetree.save({"q": scaled(len)}, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "context",
-    [None, {"a": [1, (2,)]}, [1, {"b": torch.float16}], {"bias": torch.arange(3.0)}, torch.Size([3]), (), b"bytes"],
-)
-def test_any_context_comes_back(context, tmp_path):
-    statetree.save({"q": scaled(context), "same": scaled(context)}, tmp_path)
-    empty = {"bias": torch.zeros(3)} if type(context) is dict and "bias" in context else context
-    for in_place in (True, False):
-        loaded = statetree.load(tmp_path, {"q": scaled(empty), "same": scaled(empty)}, in_place=in_place)
-        assert_trees_equal(loaded["q"].scale, context)
-        assert loaded["q"] is not loaded["same"]
-
-
-def test_a_registered_value_in_two_places_is_one_again(tmp_path):
-    value = scaled({"a": 1})
-    statetree.save({"q": value, "again": value}, tmp_path)
-    for in_place in (True, False):
-        template = scaled({"a": 0}, 1)
-        loaded = statetree.load(tmp_path, {"q": template, "again": template}, in_place=in_place)
-        assert loaded["q"] is loaded["again"]
-        assert loaded["q"].scale == {"a": 1}
-        assert loaded["q"].values.tolist() == value.values.tolist()
 
 
 def test_a_context_of_a_class_that_is_not_loaded_is_named(tmp_path):
     statetree.save({"q": scaled(Fraction(1, 3))}, tmp_path)
-    with pytest.raises(statetree.CheckpointError, match=r"q\.<context>.* does not make what it holds .*Fraction"):
+    with pytest.raises(statetree.CheckpointError, match=r"context of the leaf at q .* does not make what .*Fraction"):
         statetree.load(tmp_path, {"q": scaled(Fraction(1, 2))})
     loaded = statetree.load(tmp_path, {"q": scaled(Fraction(1, 2))}, weights_only=False)
     assert loaded["q"].scale == Fraction(1, 3)
@@ -161,54 +130,13 @@ def test_a_context_of_a_class_that_is_not_loaded_is_named(tmp_path):
 
 def test_it_takes_a_template(tmp_path):
     statetree.save({"q": scaled(0.5)}, tmp_path)
-    with pytest.raises(statetree.TreeMismatch, match=r"at q: .*a leaf that is made of several tensors"):
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"at q was saved in parts"):
         statetree.load(tmp_path)
 
 
 def test_its_context_is_no_leaf_of_a_tree_of_files(tmp_path):
     statetree.save({"q": scaled(0.5), "w": torch.ones(2)}, tmp_path)
     assert list(statetree.files.open(tmp_path, skip_foreign=True)) == ["q", "w"]
-
-
-def scaled_of(form, scale, start):
-    """Return a registered value in one of three forms, and its tensors."""
-    values, zeros = torch.arange(10, dtype=torch.int8) + start, torch.arange(6.0) + start
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if form == "plain":
-        return Scaled(values, scale, zeros), (values, zeros)
-    placement = Shard(0) if form == "sharded" else Replicate()
-    parts = [distribute_tensor(tensor.clone(), mesh, [placement]) for tensor in (values, zeros)]
-    return Scaled(parts[0], scale, parts[1]), (values, zeros)
-
-
-FORMS = ("plain", "sharded", "replicated")
-
-
-def save_forms(directory):
-    register()
-    for form in FORMS:
-        statetree.save({"q": scaled_of(form, 0.5, 1)[0]}, directory / form)
-
-
-def load_forms(directory):
-    register()
-    for saved in FORMS:
-        for form in FORMS:
-            for in_place in (True, False):
-                template, _ = scaled_of(form, 7.0, 0)
-                loaded = statetree.load(directory / saved, {"q": template}, in_place=in_place)["q"]
-                assert (loaded.scale, type(loaded.values)) == (0.5, type(template.values))
-                whole = statetree.gather({"q": loaded})["q"]
-                _, (values, zeros) = scaled_of("plain", 0.5, 1)
-                assert torch.equal(whole.values, values)
-                assert torch.equal(whole.zeros, zeros)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_tensors_of_registered_values_may_lie_on_ranks(before, after, tmp_path):
-    """What was saved by several is restored by others, or by one alone, and the other way round."""
-    run_ranks(before, save_forms, tmp_path)
-    run_ranks(after, load_forms, tmp_path)
 
 
 def save_blocks(directory):
