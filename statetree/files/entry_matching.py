@@ -34,7 +34,7 @@ class _Entries:
     """The leaves of a tree by typed texts of their keys, or by rendered paths: some formats do not tell the nesting."""
 
     def __init__(self, spec: TreeSpec, *, is_nested: bool = True) -> None:
-        self.spec = spec
+        self.spec, self.is_nested = spec, is_nested
         self.paths, self.names = spec.paths(), spec.flat_keys()
         self.keys: list[tuple[Any, ...]] = []
         self.place: dict[tuple[Any, ...], int] = {}
@@ -180,10 +180,12 @@ def _of_other_kinds(
     theirs: _Entries, untaken: Sequence[int], ours: _Entries, lacking: Sequence[int]
 ) -> list[Difference]:
     """Return where one side has one leaf and the other several: then neither lacks anything."""
-    opened = {key[:count] for key in map(theirs.keys.__getitem__, untaken) for count in range(len(key))}
-    inside = {key[:count] for key in map(ours.keys.__getitem__, lacking) for count in range(len(key))}
-    whole = [ours.paths[index] for index in lacking if ours.keys[index] in opened]
-    parted = [theirs.paths[place] for place in untaken if theirs.keys[place] in inside]
+    places = (theirs, untaken), (ours, lacking)
+    by_name = not theirs.is_nested
+    keys = [[(*side.names[i].split("."),) if by_name else side.keys[i] for i in chosen] for side, chosen in places]
+    opened, inside = [{key[:count] for key in found for count in range(len(key))} for found in keys]
+    parted = [theirs.paths[place] for place, key in zip(untaken, keys[0], strict=True) if key in inside]
+    whole = [ours.paths[index] for index, key in zip(lacking, keys[1], strict=True) if key in opened]
     return [
         *[Difference(path, "structure", "entries inside it", "one entry") for path in whole],
         *[Difference(path, "structure", "one entry", "entries inside it") for path in parted],

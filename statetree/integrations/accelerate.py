@@ -15,7 +15,8 @@ class Registered:
     """A state for ``accelerator.register_for_checkpointing``: accelerate's own files hold the number of its step.
 
     Every rank saves its shards; what was saved is complete on the disk before accelerate writes that number. With
-    ``RandomState`` and a loader of torchdata in the state, a run goes on bit for bit in the middle of an epoch.
+    ``RandomState`` and a loader of torchdata in the state, a run goes on bit for bit in the middle of an epoch; on
+    several ranks with a loader of each rank's own (one that accelerate has prepared and that shuffles: see limits).
 
     accelerate writes its files one by one over those that a folder holds: killed in between, the folder has the model
     of one step and the number of another. So save to a new folder each time, and load the ``latest`` one. What is

@@ -61,20 +61,20 @@ class Callback(RandomStates, pytorch.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.num_training_batches <= trainer.accumulate_grad_batches and not trainer.fast_dev_run:
             warn("save: nothing is saved before the run ends: an epoch is one step, and only within one can it resume.")
-        self._is_due, self._seen = False, trainer.global_step
+        self._is_due, self._seen, self._made = False, trainer.global_step, trainer.strategy.checkpoint_io.checkpointer
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.go_on()  # what was drawn since, when the loader was begun once more, was drawn before
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if (step := trainer.global_step) != self._seen:  # else gradients are accumulated, which no checkpoint has
-            due = trainer.strategy.broadcast(trainer.strategy.checkpoint_io.checkpointer.due(step))
-            self._is_due, self._seen = due or self._is_due, step
+            due = (self._made.due(step) and trainer.is_global_zero) or self._made.signalled is not None  # on some rank
+            self._is_due, self._seen = trainer.strategy.reduce_boolean_decision(due, all=False) or self._is_due, step
             if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
                 self.on_train_end(trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         if self._is_due:
-            made, self._is_due = trainer.strategy.checkpoint_io.checkpointer, False
-            trainer.save_checkpoint(made.directory / f"step-{trainer.global_step:08}")
-            trainer.should_stop |= made.signalled is not None
+            self._is_due, signalled = False, self._made.signalled is not None
+            trainer.save_checkpoint(self._made.directory / f"step-{trainer.global_step:08}")
+            trainer.should_stop |= trainer.strategy.reduce_boolean_decision(signalled, all=False)

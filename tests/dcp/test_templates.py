@@ -259,6 +259,19 @@ def test_where_one_has_a_leaf_and_the_other_several_neither_lacks_any(saved, tem
         assert "strict=False" not in str(caught.value)  # which helps nobody
 
 
+def test_names_alone_tell_where_one_has_a_leaf_and_the_other_several(tmp_path):
+    path = tmp_path / "saved.safetensors"
+    statetree.save({"a": torch.ones(2), "b": {"x": {"y": torch.ones(2)}}, "c": torch.ones(2)}, path)
+    for like, at in (
+        ({"a": {"x": torch.zeros(2)}}, "a"),
+        ({"b": torch.zeros(2)}, "b"),
+        ({"b.x": torch.zeros(2)}, r"b\.x"),
+    ):
+        with pytest.raises(statetree.TreeMismatch, match=rf"structure differs at \W*{at}\W* "):
+            statetree.load(path, {**like, "c": torch.zeros(2)}, strict=False)
+    assert statetree.load(path, {"a.x": [], "c": torch.zeros(2)}, strict=False)["c"].tolist() == [1, 1]
+
+
 class Optional(torch.Tensor):
     """A wrapper of one tensor or two."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import torch
@@ -55,11 +57,26 @@ class Kill(pytorch.Callback):
             kill(self.directory)
 
 
+class Preempt(Kill):
+    """Signals one rank."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.checkpoint_io.checkpointer.save_on(signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        at, self.at = self.at, -1
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.at = at
+        if (trainer.global_step, trainer.global_rank) == (at, trainer.world_size - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
     _, directory, kill_at, every, *how = sys.argv
     options = {
         "ddp": {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False},
         "accumulating": {"accumulate_grad_batches": 2},
-    }.get("".join(how), {})
+    }.get("".join(how[:1]), {})
     averages = [pytorch.callbacks.EMAWeightAveraging(decay=0.5)] if how == ["averaging"] else []
-    main(directory, int(every), *averages, Kill(int(kill_at), directory), **options)
+    ending = (Preempt if "preempted" in how else Kill)(int(kill_at), directory)
+    main(directory, int(every), *averages, ending, **options)

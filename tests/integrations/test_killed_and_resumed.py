@@ -70,6 +70,16 @@ def test_a_preempted_run_goes_on_as_if_it_had_not_been(stop_at, saved, more, tmp
     assert run("transformers", tmp_path / "stopped", -1, "preempted", *more) == whole
 
 
+@pytest.mark.slow
+def test_ranks_stop_together_where_one_is_preempted(tmp_path):
+    if find_spec("lightning") is None or find_spec("torchdata") is None:
+        pytest.skip("needs lightning and torchdata: make integration installs them")
+    whole = run("lightning", tmp_path / "whole", -1, 3, "ddp", "preempted")
+    assert run("lightning", tmp_path / "stopped", 7, 3, "ddp", "preempted") != whole
+    assert max(path.parent.name for path in tmp_path.glob("stopped/run/*/.metadata")) == "step-00000008"
+    assert run("lightning", tmp_path / "stopped", -1, 3, "ddp", "preempted") == whole
+
+
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,
     reason="needs transformers and accelerate: make integration installs them",
