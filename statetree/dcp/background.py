@@ -109,15 +109,25 @@ _by_parent: WeakKeyDictionary[Any, dict[str, Background]]
 _without_ranks: dict[str, Background]
 
 
+#: In a forked process, what its parent had. Freeing a group ends threads, which are not there: the process would crash.
+_of_parents: Final[list[Any]] = []
+
+
 def _start_empty() -> None:
-    """Begin without threads. In a forked process the parent's are gone, and nobody would release the lock."""
+    """Begin without threads."""
     global _lock, _by_parent, _without_ranks
     _lock, _by_parent, _without_ranks = threading.RLock(), WeakKeyDictionary(), {}
 
 
+def _leave_to_the_parent() -> None:
+    """Begin anew in a forked process: the parent's threads are gone, and nobody would release the lock."""
+    _of_parents.append([_without_ranks, *_by_parent.values()])
+    _start_empty()
+
+
 _start_empty()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_empty)
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def background_of(verb: str, directory: Path, parent: ProcessGroup | None, purpose: str) -> Background:

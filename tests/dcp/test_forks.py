@@ -7,6 +7,8 @@ import fcntl
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -198,3 +200,32 @@ def test_a_child_saves_with_the_checkpointer_whose_parent_is_saving(tmp_path, mo
         future.result(units(10))
         holder.join(units(10))
         assert saved.steps() == [1, 2, 3]
+
+
+AFTER_THE_GROUPS = """
+import os, sys, torch, torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 1), rank=0, world_size=1)
+from statetree import Checkpointer, dcp  # now: torch's functions are imported, too, with this group as a default
+
+saved = Checkpointer(sys.argv[1] + "/run")
+saved.async_save(1, {"w": torch.arange(3.0)}).result()
+dcp.async_save({"w": torch.arange(3.0)}, checkpoint_id=sys.argv[1] + "/more").result()
+saved.close()
+dist.destroy_process_group()
+for _ in range(2):
+    pid = os.fork()
+    if not pid:
+        alone = Checkpointer(sys.argv[1] + "/child")
+        alone.async_save(1, {"w": torch.arange(3.0)}).result()
+        del saved
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+def test_a_child_of_a_process_that_has_destroyed_its_groups_lives(tmp_path):
+    """As workers of a loader: what freed the parent's groups in a child ended it."""
+    command = [sys.executable, "-W", "ignore", "-c", AFTER_THE_GROUPS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(60))
+    assert done.returncode == 0, done.stderr
