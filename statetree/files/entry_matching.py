@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 _REMEDY: Final = "Nothing was read. Pass a tree like the saved one, or where=."
+_UNLIKE_REMEDY: Final = "Nothing was read. Leave what differs out of the tree, with strict=False, or pass where=."
 _EMPTY_REMEDY: Final = (
     "Nothing was read. Fill what is empty in the tree first (a fresh optimizer has no state: take it from "
     "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or step once), or load without it."
@@ -106,15 +107,16 @@ def matched_entries(
     absent = [index for index in wanted if index not in found]
     lacking = [index for index in absent if not _is_nothing(leaves[index])]
     spare = [place for place, value in enumerate(values) if place not in taken and not _is_nothing(value)]
-    unlike = [*_of_other_kinds(theirs, spare, ours, lacking), *_in_part(theirs, spare, ours, lacking, found)]
+    unlike = _of_other_kinds(theirs, spare, ours, lacking)
+    in_part = _in_part(theirs, spare, ours, lacking, found)
     if strict:
         missing, is_empty = _missing(theirs, ours, leaves, absent)
         left = set(range(len(values))).difference(taken) if chosen is None else set()
         more, has_empty = _left(theirs, ours, left, partly=partly)
         remedy = _EMPTY_REMEDY if is_empty or has_empty else _REMEDY
-        refuse_all([*missing, *more], remedy, may_lack=not unlike)
-    else:
-        refuse_all(unlike)
+        refuse_all([*missing, *more], remedy, may_lack=not (unlike or in_part))
+        unlike = []  # which is told
+    refuse_all([*unlike, *in_part], _UNLIKE_REMEDY)
     return found
 
 
@@ -170,22 +172,25 @@ def _missing(
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether a value holds nothing: all that another tree has there, it lacks."""
+    """Whether a value holds nothing: all that another tree has there, it lacks (a scheduler, say, that is ``None``)."""
     if type(value) in (list, tuple, dict):
         return all(map(_is_nothing, value.values() if type(value) is dict else value))
-    return value is HOLE
+    return value is HOLE or value is None
 
 
 def _of_other_kinds(
     theirs: _Entries, untaken: Sequence[int], ours: _Entries, lacking: Sequence[int]
 ) -> list[Difference]:
-    """Return where one side has one leaf and the other several: then neither lacks anything."""
-    places = (theirs, untaken), (ours, lacking)
-    by_name = not theirs.is_nested
-    keys = [[(*side.names[i].split("."),) if by_name else side.keys[i] for i in chosen] for side, chosen in places]
-    opened, inside = [{key[:count] for key in found for count in range(len(key))} for found in keys]
-    parted = [theirs.paths[place] for place, key in zip(untaken, keys[0], strict=True) if key in inside]
-    whole = [ours.paths[index] for index, key in zip(lacking, keys[1], strict=True) if key in opened]
+    """Return where one side has one leaf and the other entries inside it: then neither lacks anything.
+
+    Names alone do not tell: where a file has ``a.b``, a leaf ``a`` of the tree may have been renamed.
+    """
+    if not theirs.is_nested:
+        return []
+    opened = {key[:count] for key in map(theirs.keys.__getitem__, untaken) for count in range(len(key))}
+    inside = {key[:count] for key in map(ours.keys.__getitem__, lacking) for count in range(len(key))}
+    whole = [ours.paths[index] for index in lacking if ours.keys[index] in opened]
+    parted = [theirs.paths[place] for place in untaken if theirs.keys[place] in inside]
     return [
         *[Difference(path, "structure", "entries inside it", "one entry") for path in whole],
         *[Difference(path, "structure", "one entry", "entries inside it") for path in parted],
@@ -203,7 +208,11 @@ def _in_part(
 
     others = above([ours.keys[index] for index in lacking]) | above([theirs.keys[place] for place in spare])
     both = above([ours.keys[index] for index in found]) & others if divided else set()
-    return [Difference(path, "structure", "other tensors", "the same") for key, path in divided.items() if key in both]
+    return [
+        Difference(path, "structure", "a leaf made of other tensors", "the same tensors")
+        for key, path in divided.items()
+        if key in both
+    ]
 
 
 def _left(

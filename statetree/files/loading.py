@@ -86,7 +86,8 @@ def load(
             Without ``like``: which leaves of the checkpoint.
         cast: Convert dtypes, as ``copy_into`` does.
         strict: Whether the checkpoint must have all leaves to load, and (without ``where``) no others. Otherwise leaves
-            that only one side has are left alone. A leaf where the other side has several is an error in any case.
+            that only one side has are left alone, and where one side has ``None`` or an empty container. A leaf where
+            the other side has entries inside it is an error in any case, if the file tells how entries are nested.
         verify: Whether what is read is compared with its checksums first, where the checkpoint has some. Directories
             that ``save`` wrote have one for each block of a tensor (128 KiB, or up to 1/64 of what one rank saved of
             it); what is at most 1 MiB is read whole. Torch files, and directories that DCP wrote, have one for each
