@@ -201,6 +201,8 @@ def _in_part(
     theirs: _Entries, spare: Sequence[int], ours: _Entries, lacking: Sequence[int], found: Collection[int]
 ) -> list[Difference]:
     """Return which leaves that are made of several tensors would get some of them."""
+    if not (spare or lacking):
+        return []
     divided = {_key(visit.path): visit.path for visit in ours.spec.walk() if visit.cls is DividedLeaf}
 
     def above(keys: Sequence[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
