@@ -86,7 +86,7 @@ def leads_out(path: Path, directory: Path) -> bool:
     """Whether a path is a link that leads out of a directory. A link to itself leads nowhere."""
     try:
         return not path.resolve().is_relative_to(directory.resolve())
-    except RuntimeError:  # before Python 3.13
+    except unsignalled(RuntimeError):  # before Python 3.13
         return False
 
 
