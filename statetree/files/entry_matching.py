@@ -115,7 +115,6 @@ def matched_entries(
         more, has_empty = _left(theirs, ours, left, partly=partly)
         remedy = _EMPTY_REMEDY if is_empty or has_empty else _REMEDY
         refuse_all([*missing, *more], remedy, may_lack=not (unlike or in_part))
-        unlike = []  # which is told
     refuse_all([*unlike, *in_part], _UNLIKE_REMEDY)
     return found
 

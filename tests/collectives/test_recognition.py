@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import statetree
 from statetree import torch_internals
 from statetree.exchange import recognition, sighting
+from statetree.exchange.group import Group
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same
 from tests.kept_calls import MODE
@@ -521,3 +522,11 @@ def distribute_alone():
 
 def test_a_call_without_communication_is_not_looked_at():
     run_ranks(2, distribute_alone)
+
+
+def test_what_a_call_is_given_is_looked_at_without_collections(monkeypatch):
+    seen = []
+    monkeypatch.setattr(recognition, "Sighting", lambda *_: seen.append(gc.isenabled()))
+    recognition.sighted(Group(None, 0, [0], "gather"), {"tree": {}}, ["tree"], "gather")
+    assert seen == [False]
+    assert gc.isenabled()
