@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
 _SMALL_BYTES: Final = 1 << 20
+#: And if they are not verified: more than one read costs, to look at how an archive begins.
+_HEAD_BYTES: Final = 16 << 10
 
 
 class DataFiles:
@@ -76,13 +78,13 @@ class DataFiles:
                 "some of its ranks, or is damaged. Load another one."
             )
         outline = torch.empty(shape, dtype=dtype, device="meta")
-        ordered = [*boxes]
+        ordered = [] if 0 in shape else [*boxes]
         if len(boxes) > 1:
             ordered.sort(key=lambda box: self.described.pieces[Index(key, box.start)])
 
         def find(wanted: Box) -> Iterator[StoredPiece]:
             for box in ordered:
-                if common(box, wanted) is not None:
+                if box == wanted or common(box, wanted) is not None:
                     yield self._piece(Index(key, box.start), outline.dtype, box, verify=verify)
 
         return StoredTensor(outline, lambda: None, find)
@@ -126,7 +128,7 @@ class DataFiles:
         if archive is None or archive.length != stored.length:
             return None
         whole = self._entry(index, verify=False)
-        if verify and whole.length <= _SMALL_BYTES:
+        if whole.length <= (_SMALL_BYTES if verify else _HEAD_BYTES):
             whole = whole.in_memory()
         place = whole.part(len(archive.head), archive.nbytes, whole.entry)
         if verify and not (whole.is_held and stored.checksum is not None):

@@ -244,7 +244,7 @@ class _Filled:
             within = [self._paths[i] for i in stored if id(lowered.leaves[i]) in unwritable]
             found = [Difference(path, "writability", "values to load", IN_A_FILE) for path in within]
             refuse_all(found, "Nothing was read. Load without in_place, or pass tensors.")
-        if self._options.through is None:
+        if self._options.through is None and lowered.texts:
             owners, named = lowered.outline.owners(), lowered.outline.spec.paths()
             found = _divided_otherwise({named[owners[i]] for i in stored}, checkpoint.divided, lowered.texts)
             refuse_all([each for each in found if not (self._options.cast and _differ_in_dtypes(each))])
