@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
 _SMALL_BYTES: Final = 1 << 20
-#: And if they are not verified: more than one read costs, to look at how an archive begins.
-_HEAD_BYTES: Final = 16 << 10
 
 
 class DataFiles:
@@ -128,7 +126,7 @@ class DataFiles:
         if archive is None or archive.length != stored.length:
             return None
         whole = self._entry(index, verify=False)
-        if whole.length <= (_SMALL_BYTES if verify else _HEAD_BYTES):
+        if verify and whole.length <= _SMALL_BYTES:
             whole = whole.in_memory()
         place = whole.part(len(archive.head), archive.nbytes, whole.entry)
         if verify and not (whole.is_held and stored.checksum is not None):
