@@ -50,8 +50,13 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
             why = f"it restores nothing, or saved nothing before step {kill_at}"
             click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
-        save, names = next(_different_saves(whole, resumed), ((0, ""), []))
         before = [*killed][:-1]  # the last save was begun alone
+        complete, first = min(_last_steps(before).values(), default=0), min(step for step, _ in resumed)
+        if first < complete:  # what it restored, if anything, is older
+            why = f"it saved step {first} again, while step {complete} was complete"
+            click.echo(f"{script} did not go on after the kill: {why}. It restores nothing, or not the latest step.")
+            return DIFFERENT
+        save, names = next(_different_saves(whole, resumed), ((0, ""), []))
         ends = (_last_steps([*before, *resumed]), _last_steps(whole))
         if not names and ends[0] != ends[1] and _by_steps(whole, before):
             found, expected = (", ".join(f"step {step} of {where}" for where, step in end.items()) for end in ends)

@@ -172,14 +172,17 @@ class Checkpointer(Schedule):
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
         with self._running.turn("save"):
             since = time.monotonic()
             group = self._begin("save").group
             self._warn_of_step("save", step)
 
-            # What a state_dict raises is heard by all ranks. The list is all that holds what it returns.
-            held = [on_all_ranks("save", ranks_of("save", group), lambda: StatefulTree("save", state).state)]
+            def given() -> tuple[WriteOptions, Any]:
+                options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
+                return options, StatefulTree("save", state).state
+
+            # What is refused, or a state_dict raises, is heard by all ranks. The list is all that holds the state.
+            options, *held = on_all_ranks("save", ranks_of("save", group), given)
             self._writer.write("save", step, held.pop, group, options, lambda: time.monotonic() - since)
 
     def async_save(
@@ -214,16 +217,19 @@ class Checkpointer(Schedule):
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
-        options = WriteOptions(metric=as_metric("async_save", metric), about=as_metadata("async_save", metadata))
         with self._running.turn("async_save"):
             since = time.monotonic()
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
             waits: list[float] = []
+            options = WriteOptions()
 
             def stage_step() -> Any:
+                nonlocal options
                 check_step("async_save", step)
+                about = as_metadata("async_save", metadata)
+                options = WriteOptions(metric=as_metric("async_save", metric), about=about)
                 began = time.monotonic()
                 with phase("checkpointer.stage"):
                     staged = self._stager.stage(StatefulTree("async_save", state).state)

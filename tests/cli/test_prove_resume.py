@@ -47,7 +47,16 @@ with statetree.Checkpointer("run", keep=None) as saved:
         else:
             saved.save(step, {"x": step})
 """
-
+ANEW_AFTER_THE_FIRST = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    if saved.steps():
+        saved.restore()  # and makes nothing of it
+    else:
+        saved.save(0, {"x": 0})
+    for step in range(1, 7):
+        saved.save(step, {"x": step})
+"""
 
 ENDING_EARLY = """
 import statetree
@@ -117,6 +126,12 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
     [
         (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it, and"),
         (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
+        (
+            ANEW_AFTER_THE_FIRST,
+            4,
+            1,
+            r"did not go on after the kill: it saved step 1 again, while step 3 was complete\.",
+        ),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
         (ENDING_EARLY, 3, 1, "resumed, and saved last step 3 of run: the whole run step 6 of run."),
@@ -129,6 +144,7 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
     ids=[
         "unseeded",
         "anew",
+        "anew but for the first",
         "never",
         "fails",
         "ends early",

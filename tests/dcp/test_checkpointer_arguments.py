@@ -211,6 +211,24 @@ def test_a_directory_that_this_user_may_not_read_is_named(tmp_path, monkeypatch)
             saved.save(2, {"a": 2})
 
 
+def save_with_what_one_refuses(folder, options):
+    with Checkpointer(folder) as saved:
+        for save in (saved.save, lambda *given, **named: saved.async_save(*given, **named).result()):
+            failing = dist.get_rank() == 1
+            with pytest.raises(TypeError if failing else st.CheckpointError, match="must be a"):
+                save(1, {"a": 1}, **(options if failing else {}))
+            assert saved.steps() == []
+        saved.save(1, {"a": 1}, **({} if failing else {"metric": 2, "metadata": {"b": 3}}))
+        assert (saved.metadata(1), saved.best_step()) == ({"b": 3}, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"metric": "low"}, {"metadata": {"config": pathlib.Path("a")}}], ids=["metric", "metadata"]
+)
+def test_what_one_rank_may_not_say_of_a_step_is_told_to_all(options, tmp_path):
+    run_ranks(2, save_with_what_one_refuses, str(tmp_path), options)
+
+
 def save_where_the_first_cannot_look(folder):
     with pytest.MonkeyPatch.context() as patch, Checkpointer(folder) as saved:
         saved.save(1, {"a": 1})
