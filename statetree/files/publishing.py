@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, suppress, unsignalled
+from statetree.files.hugging_face import INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -93,14 +94,14 @@ def write_whole(
             if is_there and overwrite and not any(filecmp.cmpfiles(folder, home, names, shallow=False)[1:]):
                 return
             _check_destination(target, is_directory=is_directory, overwrite=overwrite)
-            old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
+            old = _parts_of(target, is_directory=is_directory)
             if is_directory and not old:
                 folder.rename(target)
             else:
-                there = [home / name for name in names if os.path.lexists(home / name)]
+                there = [file for file in [*(home / name for name in names), *old] if os.path.lexists(file)]
                 if there and not overwrite:
                     _refuse(there[0], "it exists already", _OTHER_NAME)
-                _check_protected(path, [*there, *old], protected)
+                _check_protected(path, there, protected)
                 if not (is_directory and _exchanged(folder, target)):
                     last = home / names[-1] if os.path.lexists(home / names[-1]) else None
                     _publish(folder, names, home, old)
@@ -227,13 +228,15 @@ def upload_whole(
     with TemporaryDirectory() as name:
         folder = Path(name)
         names: list[str] = []  # none on ranks whose files others speak of
+        others: list[RemotePath] = []
 
         def prepare() -> None:
             names.extend(write(folder))
-            there = [name for name in names if (home / name).exists()]
+            others.extend(_in_other_form(place) if names and not is_directory else [])
+            there = [file for file in (home / name for name in names) if file.exists()] + others
             if there and not overwrite:
-                raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
-            _check_protected(place, [home / name for name in there] + [place] * (place in protected), protected)
+                raise CheckpointError(f"save: cannot write {there[0]}: it exists already. {_OTHER_NAME}")
+            _check_protected(place, there + [place] * (place in protected), protected)
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
@@ -245,6 +248,8 @@ def upload_whole(
         def commit() -> None:
             for last in names[-1:]:
                 (home / last).upload(folder / last)
+                for file in others:
+                    file.unlink()
 
         for step in (prepare, upload, commit):
             together(step)
@@ -271,7 +276,7 @@ def _exchanged(folder: Path, other: Path) -> bool:
     return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 
-def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path], *, again: bool = True) -> None:
+def _publish(folder: Path, names: Sequence[str], home: Path, old: Sequence[Path], *, again: bool = True) -> None:
     """Rename each file to its place, and remove what else there was of an old checkpoint.
 
     Of several, the one that speaks of the others is taken away first and comes last: what is read at any time is the
@@ -284,8 +289,9 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]
         for target in targets:
             if again or (folder / target.name).exists():  # else it has its place
                 (folder / target.name).replace(target)
-        for file in set(old).difference(targets):
-            file.unlink(missing_ok=True)
+        for file in old:
+            if file not in targets:
+                file.unlink(missing_ok=True)
     except BaseException:
         if again:
             _publish(folder, names, home, old, again=False)
@@ -308,6 +314,25 @@ def _identity(path: Path | RemotePath) -> Any:
         return path  # there are no links
     about = path.stat() if path.exists() else None
     return None if about is None else (about.st_dev, about.st_ino)
+
+
+def _parts_of(target: Path, *, is_directory: bool) -> list[Path]:
+    """Return the files of an old checkpoint beside its own: also of one in the other form, which readers may take."""
+    if is_directory:
+        return list(target.iterdir()) if target.exists() else []
+    others = _in_other_form(target)
+    return [*_shards_of(target), *others, *(shard for other in others for shard in _shards_of(other))]
+
+
+def _in_other_form(path: Any) -> list[Any]:
+    """Return what lies there of the same name in the other form: one file of safetensors, or the index of several."""
+    name = path.name.removesuffix(INDEX)
+    if not name.endswith(".safetensors"):
+        return []
+    other = path.with_name(name if name != path.name else f"{name}{INDEX}")
+    with suppress(OSError):  # the name may be too long
+        return [other] if other.is_file() else []
+    return []
 
 
 def _shards_of(path: Path) -> list[Path]:

@@ -147,3 +147,23 @@ def test_names_that_no_index_may_hold_are_refused(name, tmp_path):
         st.CheckpointError, match=r"save: the name '.*' may not stand in an index .* Choose another name"
     ):
         st.save(tree, tmp_path / f"{name}.safetensors", shard_bytes=16, overwrite=True)
+
+
+@pytest.mark.parametrize("folder", ["", "memory://other-form"], ids=["here", "far"])
+def test_one_form_of_safetensors_takes_the_place_of_the_other(folder, tmp_path):
+    path = f"{folder or tmp_path}/model.safetensors"
+    st.save({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
+    with pytest.raises(st.CheckpointError, match=r"model\.safetensors: it exists already"):
+        st.save({"a": torch.ones(4)}, path, shard_bytes=16, overwrite=False)
+    with pytest.raises(st.CheckpointError, match=r"it would replace model\.safetensors, which is being read"):
+        st.save({"a": torch.ones(4)}, path, shard_bytes=16, protected=[path])
+    assert st.load(path)["a"].tolist() == [0] * 4
+    st.save({"a": torch.ones(4), "b": torch.ones(4)}, path, shard_bytes=16)
+    with pytest.raises(st.CheckpointError, match=r"there is no such file"):  # and not the old one
+        st.load(path)
+    assert st.load(folder or tmp_path)["a"].tolist() == [1] * 4
+    with pytest.raises(st.CheckpointError, match=r"model\.safetensors\.index\.json: it exists already"):
+        st.save({"a": torch.ones(4)}, path, overwrite=False)
+    st.save({"a": torch.full((4,), 2.0)}, path)
+    assert st.load(folder or tmp_path)["a"].tolist() == [2] * 4
+    assert folder or [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]  # far away old shards stay
