@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: A step, and the folder of the checkpointer that saved it.
 _Save = tuple[int, str]
+_STRUCTURE: Final = "the containers, their order, or ties: the leaves are the same"
 #: What is said where nothing that is looked at differs but the state.
 _UNKNOWN: Final = (
     "what was forgotten is not known: those random states, schedulers, optimizers and batches of a DataLoader that are "
@@ -46,7 +47,10 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
             return FAILED
         resumed = _run(Path(folder, "killed"), -1, script, arguments)
         steps = [save for save in resumed if save in whole]
-        if not steps or min(steps) == min(whole):
+        if not steps:
+            click.echo(f"{script} saved nothing after the kill that the whole run saved.")
+            return DIFFERENT
+        if min(steps) == min(whole):
             why = f"it restores nothing, or saved nothing before step {kill_at}"
             click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
@@ -103,8 +107,8 @@ def _differs_by_itself(one: dict[_Save, Any], other: dict[_Save, Any], what: str
 
 def _different_saves(one: dict[_Save, Any], other: dict[_Save, Any]) -> Iterator[tuple[_Save, list[str]]]:
     for save in other:
-        if save in one and (names := _differing(one[save]["saved"], other[save]["saved"])):
-            yield save, names
+        if save in one and one[save]["tree"] != other[save]["tree"]:
+            yield save, _differing(one[save]["saved"], other[save]["saved"]) or [_STRUCTURE]
 
 
 def _differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
@@ -191,9 +195,10 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
 
     def recorded(save: Any) -> Any:
         def recording(self: Any, step: Any, state: Any, **options: Any) -> Any:
-            leaves = dict(digest(StatefulTree("save", state).state).leaves)
+            found = digest(StatefulTree("save", state).state)
+            leaves = dict(found.leaves)
             unsaved, renamed = _not_saved(leaves, [*_beside(), *batches.items()])
-            row = {"saved": leaves, "beside": unsaved, "renamed": renamed}
+            row = {"saved": leaves, "tree": found.tree, "beside": unsaved, "renamed": renamed}
             with open(record, "a", encoding="utf-8") as file:
                 file.write(json.dumps([int(step), names[Path(self.directory)], row]) + "\n")
             if 0 <= kill_at <= step:

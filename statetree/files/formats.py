@@ -224,8 +224,8 @@ def save(
             ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory. The same on every rank. The
             folder that it lies in must exist. (Torch files take no containers that ``torch.load`` refuses: deques.)
         group: The ranks that hold the tree; by default all.
-        overwrite: Whether an existing checkpoint is replaced: one file of safetensors by an index with shards, too, and
-            these by one file.
+        overwrite: Whether an existing checkpoint is replaced. (One file of safetensors is not replaced by an index with
+            shards, nor these by one file: readers would take either.)
         shard_bytes: The number of bytes after which a new safetensors file begins.
         metadata: Texts for the header of safetensors.
         protected: Files and directories that are never replaced: for example those that ``tree`` is read from, if it is

@@ -41,6 +41,8 @@ def _check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> No
     """Raise ``CheckpointError`` unless something may be written there."""
     if not path.parent.is_dir():
         _refuse(path, "its directory does not exist", "Make it first.")
+    if not is_directory:
+        _check_other_form(path)
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -57,7 +59,18 @@ def _check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> No
         _refuse(path, "it is no regular file", "Choose another name.")
 
 
-def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
+def _check_other_form(path: Any) -> None:
+    """Raise ``CheckpointError`` if safetensors of that name lie there in the other form: one file, or several."""
+    name = path.name.removesuffix(INDEX)
+    if name.endswith(".safetensors"):
+        other = path.with_name(name if name != path.name else f"{name}{INDEX}")
+        with suppress(OSError):  # the name may be too long
+            if other.is_file():
+                what = f"{other.name} lies beside it, which would be taken for it"
+                _refuse(path, what, "Remove that, or choose another name.")
+
+
+def _refuse(path: Any, what: str, remedy: str) -> NoReturn:
     raise CheckpointError(f"save: cannot write {path}: {what}. {remedy}")
 
 
@@ -94,14 +107,14 @@ def write_whole(
             if is_there and overwrite and not any(filecmp.cmpfiles(folder, home, names, shallow=False)[1:]):
                 return
             _check_destination(target, is_directory=is_directory, overwrite=overwrite)
-            old = _parts_of(target, is_directory=is_directory)
+            old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
             if is_directory and not old:
                 folder.rename(target)
             else:
-                there = [file for file in [*(home / name for name in names), *old] if os.path.lexists(file)]
+                there = [home / name for name in names if os.path.lexists(home / name)]
                 if there and not overwrite:
                     _refuse(there[0], "it exists already", _OTHER_NAME)
-                _check_protected(path, there, protected)
+                _check_protected(path, [*there, *old], protected)
                 if not (is_directory and _exchanged(folder, target)):
                     last = home / names[-1] if os.path.lexists(home / names[-1]) else None
                     _publish(folder, names, home, old)
@@ -228,15 +241,15 @@ def upload_whole(
     with TemporaryDirectory() as name:
         folder = Path(name)
         names: list[str] = []  # none on ranks whose files others speak of
-        others: list[RemotePath] = []
 
         def prepare() -> None:
             names.extend(write(folder))
-            others.extend(_in_other_form(place) if names and not is_directory else [])
-            there = [file for file in (home / name for name in names) if file.exists()] + others
+            if names and not is_directory:
+                _check_other_form(place)
+            there = [name for name in names if (home / name).exists()]
             if there and not overwrite:
-                raise CheckpointError(f"save: cannot write {there[0]}: it exists already. {_OTHER_NAME}")
-            _check_protected(place, there + [place] * (place in protected), protected)
+                raise CheckpointError(f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}")
+            _check_protected(place, [home / name for name in there] + [place] * (place in protected), protected)
             if len(names) > 1:
                 (home / names[-1]).unlink()
 
@@ -248,8 +261,6 @@ def upload_whole(
         def commit() -> None:
             for last in names[-1:]:
                 (home / last).upload(folder / last)
-                for file in others:
-                    file.unlink()
 
         for step in (prepare, upload, commit):
             together(step)
@@ -276,7 +287,7 @@ def _exchanged(folder: Path, other: Path) -> bool:
     return not exchange(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
 
 
-def _publish(folder: Path, names: Sequence[str], home: Path, old: Sequence[Path], *, again: bool = True) -> None:
+def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path], *, again: bool = True) -> None:
     """Rename each file to its place, and remove what else there was of an old checkpoint.
 
     Of several, the one that speaks of the others is taken away first and comes last: what is read at any time is the
@@ -289,9 +300,8 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Sequence[Path]
         for target in targets:
             if again or (folder / target.name).exists():  # else it has its place
                 (folder / target.name).replace(target)
-        for file in old:
-            if file not in targets:
-                file.unlink(missing_ok=True)
+        for file in set(old).difference(targets):
+            file.unlink(missing_ok=True)
     except BaseException:
         if again:
             _publish(folder, names, home, old, again=False)
@@ -314,25 +324,6 @@ def _identity(path: Path | RemotePath) -> Any:
         return path  # there are no links
     about = path.stat() if path.exists() else None
     return None if about is None else (about.st_dev, about.st_ino)
-
-
-def _parts_of(target: Path, *, is_directory: bool) -> list[Path]:
-    """Return the files of an old checkpoint beside its own: also of one in the other form, which readers may take."""
-    if is_directory:
-        return list(target.iterdir()) if target.exists() else []
-    others = _in_other_form(target)
-    return [*_shards_of(target), *others, *(shard for other in others for shard in _shards_of(other))]
-
-
-def _in_other_form(path: Any) -> list[Any]:
-    """Return what lies there of the same name in the other form: one file of safetensors, or the index of several."""
-    name = path.name.removesuffix(INDEX)
-    if not name.endswith(".safetensors"):
-        return []
-    other = path.with_name(name if name != path.name else f"{name}{INDEX}")
-    with suppress(OSError):  # the name may be too long
-        return [other] if other.is_file() else []
-    return []
 
 
 def _shards_of(path: Path) -> list[Path]:

@@ -57,6 +57,20 @@ with statetree.Checkpointer("run", keep=None) as saved:
     for step in range(1, 7):
         saved.save(step, {"x": step})
 """
+OTHERWISE_BUILT = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    state = saved.restore() if saved.steps() else {"x": 0, "beside": [(1, 2)], "empty": []}
+    state["beside"] = list(state["beside"]) if not saved.steps() else tuple(state["beside"])
+    for state["x"] in range(state["x"] + 1, 7):
+        saved.save(state["x"], state)
+"""
+SAVING_NO_MORE = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    for step in range(1, 7 if not saved.steps() else 1):
+        saved.save(step, {"x": step})
+"""
 
 ENDING_EARLY = """
 import statetree
@@ -132,6 +146,8 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
             1,
             "did not go on after the kill: it saved step 1 again, while step 3 was complete.",
         ),
+        (OTHERWISE_BUILT, 4, 1, "so these of the state differ:\n  the containers, their order, or ties"),
+        (SAVING_NO_MORE, 4, 1, "saved nothing after the kill that the whole run saved."),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
         (ENDING_EARLY, 3, 1, "resumed, and saved last step 3 of run: the whole run step 6 of run."),
@@ -145,6 +161,8 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
         "unseeded",
         "anew",
         "anew but for the first",
+        "otherwise built",
+        "saving no more",
         "never",
         "fails",
         "ends early",

@@ -143,6 +143,7 @@ def test_names_that_no_index_may_hold_are_refused(name, tmp_path):
     tree = {"w": torch.ones(3), "v": torch.ones(4)}
     st.save(tree, tmp_path / f"{name}.safetensors")
     assert set(st.load(tmp_path / f"{name}.safetensors")) == {"w", "v"}
+    (tmp_path / f"{name}.safetensors").unlink()
     with pytest.raises(
         st.CheckpointError, match=r"save: the name '.*' may not stand in an index .* Choose another name"
     ):
@@ -150,20 +151,16 @@ def test_names_that_no_index_may_hold_are_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["", "memory://other-form"], ids=["here", "far"])
-def test_one_form_of_safetensors_takes_the_place_of_the_other(folder, tmp_path):
-    path = f"{folder or tmp_path}/model.safetensors"
-    st.save({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
-    with pytest.raises(st.CheckpointError, match=r"model\.safetensors: it exists already"):
-        st.save({"a": torch.ones(4)}, path, shard_bytes=16, overwrite=False)
-    with pytest.raises(st.CheckpointError, match=r"it would replace model\.safetensors, which is being read"):
-        st.save({"a": torch.ones(4)}, path, shard_bytes=16, protected=[path])
-    assert st.load(path)["a"].tolist() == [0] * 4
-    st.save({"a": torch.ones(4), "b": torch.ones(4)}, path, shard_bytes=16)
-    with pytest.raises(st.CheckpointError, match=r"there is no such file"):  # and not the old one
-        st.load(path)
-    assert st.load(folder or tmp_path)["a"].tolist() == [1] * 4
-    with pytest.raises(st.CheckpointError, match=r"model\.safetensors\.index\.json: it exists already"):
-        st.save({"a": torch.ones(4)}, path, overwrite=False)
-    st.save({"a": torch.full((4,), 2.0)}, path)
-    assert st.load(folder or tmp_path)["a"].tolist() == [2] * 4
-    assert folder or [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]  # far away old shards stay
+def test_safetensors_in_the_other_form_are_not_left_to_be_taken_for_what_is_saved(folder, tmp_path):
+    tree, path = {"a": torch.zeros(4), "b": torch.zeros(4)}, f"{folder or tmp_path}/model.safetensors"
+    st.save(tree, path)
+    with pytest.raises(
+        st.CheckpointError, match=r"json: model\.safetensors lies beside it, which would be taken for it"
+    ):
+        st.save({"a": torch.ones(4)}, path, shard_bytes=16)
+    assert st.load(folder or tmp_path)["a"].tolist() == [0] * 4
+    path = f"{folder or tmp_path}/adapter_model.safetensors"
+    st.save(tree, path, shard_bytes=16)
+    with pytest.raises(st.CheckpointError, match=r"rs: adapter_model\.safetensors\.index\.json lies beside it"):
+        st.save({"a": torch.ones(4)}, path)
+    st.save(tree, path, shard_bytes=32)
