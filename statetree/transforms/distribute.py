@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from statetree.chunks.boxes import whole_box
 from statetree.declare import collective_unless
 from statetree.exchange.buckets import BUCKET_BYTES
@@ -144,8 +146,10 @@ def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceT
 def _whole(manifest: Manifest) -> Manifest:
     """Refuse a tree with distributed leaves, but for chunks that are all of their tensor."""
     for index, chunks in list(manifest.chunks.items()):
-        if chunks.layout is None and list(chunks.boxes) == [whole_box(chunks.shape)]:
-            manifest.leaves[index] = chunks.pieces[0]
+        is_empty = 0 in chunks.shape  # then there are no chunks
+        if chunks.layout is None and (is_empty or list(chunks.boxes) == [whole_box(chunks.shape)]):
+            pieces = [torch.empty(chunks.shape, dtype=chunks.dtype, device="cpu")] if is_empty else chunks.pieces
+            manifest.leaves[index] = pieces[0]
             del manifest.chunks[index], manifest.canonical[index]
             continue
         msg = f"the leaf at %PATH% is distributed already: expected a whole tensor, got {chunks.text}. Use reshard."

@@ -436,6 +436,11 @@ def place_rows():
     made = st.distribute(None if dist.get_rank() else given, both, src=0)
     assert torch.equal(made["w"].codes, A[first:last])
     check_same(made["x"], around(mesh, [Shard(0)]))
+    # Of a part without elements there are no chunks.
+    empty = {"w": PlacedRows(A[first:last].clone(), torch.empty(0), first)}
+    again = st.distribute(st.gather(empty), empty)["w"]
+    assert torch.equal(again.codes, A[first:last])
+    assert again.table.shape == (0,)
     here["w"].table += dist.get_rank()
     for call in (st.gather, st.digest, lambda tree: st.reshard(tree, like, in_place=True)):
         name, message = attempt(lambda call=call: call(here))

@@ -153,7 +153,9 @@ def _received(state: StateParts, name: str, arrived: Sequence[_Elements]) -> Ten
     positions, order = torch.cat([positions for _, positions, _ in arrived]).sort()
     octets = torch.cat([bits.view(torch.uint8) for *_, bits in arrived])
     chosen, _ = in_box(positions, part.box, part.shape)
-    values = octets.view(part.piece.dtype)[order][chosen]
+    # Torch, asked for some of a tensor of bools, would write 1 for any byte but 0.
+    dtype = part.piece.dtype
+    values = octets.view(len(order), dtype.itemsize)[order][chosen].flatten().view(dtype)
     if not len(values):
         return None
     known = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]

@@ -342,3 +342,11 @@ def test_arguments_in_the_wrong_order_are_told():
     with pytest.raises(TypeError, match="apply_delta: the first argument is no delta: expected a Delta, got a dict"):
         st.apply_delta(base, change)
     assert not base["w"].any()
+
+
+def test_bools_of_other_bytes_keep_these_wherever_a_change_is_brought():
+    base, new = ({"k": torch.tensor([byte, 1, 2, 3], dtype=torch.uint8).view(torch.bool)} for byte in (0, 255))
+    change = st.delta(new, base)
+    for brought in (change, st.reshard(change, base)):
+        result = st.apply_delta(brought, st.offload(base))
+        assert result["k"].view(torch.uint8).tolist() == [255, 1, 2, 3]
