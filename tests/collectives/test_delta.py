@@ -214,6 +214,34 @@ def deltas_are_broadcast():
     assert statetree.similarity(result, new, values=True)
 
 
+def deltas_go_to_and_from_meshes_of_their_own():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    both = DeviceMesh("cpu", list(range(size)))
+    own = [DeviceMesh("cpu", [each]) for each in range(size)][rank]
+
+    def placed(full, kind):
+        if kind == "own":
+            return {"w": DTensor.from_local(full.clone(), own, [Replicate()], run_check=False)}
+        return {"w": distribute_tensor(full.clone(), both, [kind])}
+
+    base = torch.arange(24.0).view(8, 3)
+    new = base + 100
+    new[1] = base[1]
+    kinds = [Shard(0), Replicate(), "own"]
+    for source in kinds:
+        change = statetree.delta(placed(new, source), placed(base, source))
+        for target in kinds:
+            like = placed(base, target)
+            moved = statetree.reshard(change, like)
+            result = statetree.apply_delta(moved, like)["w"].to_local()
+            assert torch.equal(result, placed(new, target)["w"].to_local())
+    other = statetree.delta(placed(new + rank, "own"), placed(base, "own"))
+    name, message = attempt(lambda: statetree.reshard(other, placed(base, Replicate())))
+    assert name == "TreeMismatch", message
+    assert "expected the same values from all replicas" in message
+    check_in_step()
+
+
 def one_memory_in_two_layouts():
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
 
@@ -250,6 +278,7 @@ def one_memory_as_a_replica_and_as_this_ranks_own():
 @pytest.mark.parametrize(
     ("check", "world_size"),
     [
+        (deltas_go_to_and_from_meshes_of_their_own, 2),
         (one_memory_in_two_layouts, 2),
         (one_memory_as_a_replica_and_as_this_ranks_own, 3),
         (deltas_go_to_other_layouts, 2),

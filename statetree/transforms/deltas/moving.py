@@ -42,10 +42,16 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     A delta does not hold what it writes over, but sums of that. So ``like`` must hold the elements of the base: its
     sums are those of the new delta, and all ranks' together must be those of the old ones.
     """
-    state = StateParts(run.verb, like, run.group, complete=True)
+    state = StateParts(run.verb, like, run.group)
     state.manifest.check_readable()
     (layouts,) = run.layouts(state.manifest)
     run.expect()
+    for leaf, layout in layouts.items():
+        if layout is not state.manifest.chunks[leaf].layout:  # others than those over its own mesh hold it, too
+            holders = layout.sharing(run.group.rank)
+            for name in state.parts_of[leaf]:
+                own = holders[state.tensors[name].box]
+                state.tensors[name] = state.tensors[name]._replace(replica=(own.index(run.group.rank), len(own)))
     delta.check_table(run.verb)
     rows = _rows(state)  # the same on every rank
     told: dict[str, list[TensorChange]] = {key: [] for key in rows}
@@ -155,7 +161,11 @@ def _received(state: StateParts, name: str, arrived: Sequence[_Elements]) -> Ten
     chosen, _ = in_box(positions, part.box, part.shape)
     # Torch, asked for some of a tensor of bools, would write 1 for any byte but 0.
     dtype = part.piece.dtype
-    values = octets.view(len(order), dtype.itemsize)[order][chosen].flatten().view(dtype)
+    rows = octets.view(len(order), dtype.itemsize)[order]
+    again = positions[1:] == positions[:-1]  # from replicas over meshes of their own
+    if not rows[1:][again].equal(rows[:-1][again]):
+        raise mismatch(state.verb, name, "the same values from all replicas", "others", "Bring them in step (audit).")
+    values = rows[chosen].flatten().view(dtype)
     if not len(values):
         return None
     known = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]

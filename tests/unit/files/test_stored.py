@@ -431,7 +431,7 @@ def test_distributed_and_foreign_leaves_are_refused(tmp_path):
 
 
 def test_saving_replaces_whole_files(tmp_path):
-    for name in ("a.pt", "a.safetensors", "a", "a.safetensors.index.json"):
+    for name in ("a.pt", "a.safetensors", "a", "b.safetensors.index.json"):
         for start in (0, 1):
             st.save({"w": bits(4, start=start)}, tmp_path / name)
             assert torch.equal(open_file(tmp_path / name)["w"].read(), bits(4, start=start))
