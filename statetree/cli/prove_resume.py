@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: A step, and the folder of the checkpointer that saved it.
 _Save = tuple[int, str]
-_STRUCTURE: Final = "the containers, their order, or ties: the leaves are the same"
+_STRUCTURE: Final = "its containers (a tuple that was a list, an empty one less): the leaves are the same"
 #: What is said where nothing that is looked at differs but the state.
 _UNKNOWN: Final = (
     "what was forgotten is not known: those random states, schedulers, optimizers and batches of a DataLoader that are "
