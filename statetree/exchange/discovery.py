@@ -42,13 +42,8 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
     layouts, seen = (manifest.own_layouts(), b"") if details_agree else (None, b"")
     if layouts is None:
         layouts, seen = _told(call, manifest)
-    lacking = manifest.incomplete(layouts) if manifest.complete else None
-    if lacking is not None:
-        msg = (
-            "the ranks of the group hold only a part of the leaf at %PATH%: expected all of "
-            f"{manifest.chunks[lacking].text[2:]}. Pass the group of all ranks that hold it."
-        )
-        raise manifest.unsupported(lacking, msg)
+    if manifest.complete:
+        manifest.check_complete(layouts)
     return layouts, seen
 
 

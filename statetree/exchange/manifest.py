@@ -286,6 +286,16 @@ class Manifest:
                 return index
         return None
 
+    def check_complete(self, layouts: dict[int, ChunkLayout]) -> None:
+        """Raise ``UnsupportedLeaf`` if there is a leaf of which the ranks hold only a part."""
+        lacking = self.incomplete(layouts)
+        if lacking is not None:
+            msg = (
+                "the ranks of the group hold only a part of the leaf at %PATH%: expected all of "
+                f"{self.chunks[lacking].text[2:]}. Pass the group of all ranks that hold it."
+            )
+            raise self.unsupported(lacking, msg)
+
     def moving(self) -> list[int]:
         """Return the distributed leaves to move: one of those that lie in the same memory, and none without memory."""
         return [

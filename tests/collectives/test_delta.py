@@ -242,6 +242,18 @@ def deltas_go_to_and_from_meshes_of_their_own():
     check_in_step()
 
 
+def what_a_part_of_the_ranks_holds_in_part_is_refused():
+    rank, three = dist.get_rank(), DeviceMesh("cpu", [0, 1, 2])
+    some = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    base, new = torch.zeros(6), torch.tensor([0.0, 0, 0, 0, 0, 1])  # the last rank's, of which no sum tells: it is 0
+    like = {"w": DTensor.from_local(base.chunk(3)[rank].clone(), three, [Shard(0)], run_check=False)}
+    change = statetree.delta({"w": new}, {"w": base})
+    name, message = attempt(lambda: statetree.reshard(change, like, group=some))
+    assert (name, "hold only a part of the leaf at w" in message) == ("UnsupportedLeaf", True)
+
+
 def one_memory_in_two_layouts():
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
 
@@ -279,6 +291,7 @@ def one_memory_as_a_replica_and_as_this_ranks_own():
     ("check", "world_size"),
     [
         (deltas_go_to_and_from_meshes_of_their_own, 2),
+        (what_a_part_of_the_ranks_holds_in_part_is_refused, 3),
         (one_memory_in_two_layouts, 2),
         (one_memory_as_a_replica_and_as_this_ranks_own, 3),
         (deltas_go_to_other_layouts, 2),

@@ -46,6 +46,7 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     state.manifest.check_readable()
     (layouts,) = run.layouts(state.manifest)
     run.expect()
+    state.manifest.check_complete(layouts)
     for leaf, layout in layouts.items():
         if layout is not state.manifest.chunks[leaf].layout:  # others than those over its own mesh hold it, too
             holders = layout.sharing(run.group.rank)
