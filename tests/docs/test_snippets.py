@@ -176,6 +176,9 @@ def test_the_format_of_a_page_holds_what_it_says(tmp_path, monkeypatch):
     for value in (3, "x", numbers.bfloat16(), numbers.to_sparse()):
         with pytest.raises(statetree.CheckpointError, match=r"an \.npz file cannot hold a\.odd: "):
             statetree.save({"a": {"odd": value}}, tmp_path / "c.npz")
+    for name in ("file", "allow_pickle"):  # NumPy's own, which would get lost
+        with pytest.raises(statetree.CheckpointError, match=f"cannot name an array {name}"):
+            statetree.save({name: numbers}, tmp_path / "c.npz")
     (tmp_path / "c.npz").write_bytes(b"no zip")
     with pytest.raises(statetree.CheckpointError, match=r"c\.npz: the format Npz cannot read it: BadZipFile"):
         statetree.load(tmp_path / "c.npz")
