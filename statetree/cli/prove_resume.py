@@ -57,7 +57,7 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         before = [*killed][:-1]  # the last save was begun alone
         complete, first = min(_last_steps(before).values(), default=0), min(step for step, _ in resumed)
         if first < complete:  # what it restored, if anything, is older
-            why = f"it saved step {first} again, while step {complete} was complete"
+            why = f"it saved step {first}, while step {complete} was complete"
             click.echo(f"{script} did not go on after the kill: {why}. It restores nothing, or not the latest step.")
             return DIFFERENT
         save, names = next(_different_saves(whole, resumed), ((0, ""), []))

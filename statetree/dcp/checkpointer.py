@@ -19,8 +19,8 @@ from statetree.dcp.saving import WriteOptions
 from statetree.dcp.schedule import Schedule
 from statetree.dcp.series import Kept, Series, bytes_in
 from statetree.dcp.stateful import StatefulTree
-from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step
-from statetree.dcp.step_writer import StepWriter
+from statetree.dcp.step_numbers import as_int, check_counts, check_step
+from statetree.dcp.step_writer import StepWriter, step_options
 from statetree.declare import phase, renew_after_fork
 from statetree.errors import CheckpointError, StateTreeError, check_function, warn
 from statetree.exchange.call import on_all_ranks
@@ -178,8 +178,7 @@ class Checkpointer(Schedule):
             self._warn_of_step("save", step)
 
             def given() -> tuple[WriteOptions, Any]:
-                options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
-                return options, StatefulTree("save", state).state
+                return step_options("save", metric, metadata), StatefulTree("save", state).state
 
             # What is refused, or a state_dict raises, is heard by all ranks. The list is all that holds the state.
             options, *held = on_all_ranks("save", ranks_of("save", group), given)
@@ -228,8 +227,7 @@ class Checkpointer(Schedule):
             def stage_step() -> Any:
                 nonlocal options
                 check_step("async_save", step)
-                about = as_metadata("async_save", metadata)
-                options = WriteOptions(metric=as_metric("async_save", metric), about=about)
+                options = step_options("async_save", metric, metadata)
                 began = time.monotonic()
                 with phase("checkpointer.stage"):
                     staged = self._stager.stage(StatefulTree("async_save", state).state)

@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Any
 from statetree.dcp.events import Event
 from statetree.dcp.groups import by_first, check_same, is_first, save_errors
 from statetree.dcp.mirror import MirroredSeries
-from statetree.dcp.saving import write
+from statetree.dcp.saving import WriteOptions, write
 from statetree.dcp.series import bytes_in
-from statetree.dcp.step_numbers import check_step
+from statetree.dcp.step_numbers import as_metadata, as_metric, check_step
 from statetree.declare import phase
 from statetree.errors import CheckpointError, unsignalled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
-    from statetree.dcp.saving import WriteOptions
     from statetree.dcp.series import Kept, Series, UnfinishedStep
+
+
+def step_options(verb: str, metric: float | None, metadata: Mapping[str, Any] | None) -> WriteOptions:
+    """Return what the manifest of a step says. It raises ``TypeError``, of which all ranks are to hear."""
+    return WriteOptions(metric=as_metric(verb, metric), about=as_metadata(verb, metadata))
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ def _whole(manifest: Manifest) -> Manifest:
     for index, chunks in list(manifest.chunks.items()):
         is_empty = 0 in chunks.shape  # then there are no chunks
         if chunks.layout is None and (is_empty or list(chunks.boxes) == [whole_box(chunks.shape)]):
-            pieces = [torch.empty(chunks.shape, dtype=chunks.dtype, device="cpu")] if is_empty else chunks.pieces
-            manifest.leaves[index] = pieces[0]
+            whole = torch.empty(chunks.shape, dtype=chunks.dtype, device="cpu") if is_empty else chunks.pieces[0]
+            manifest.leaves[index] = whole
             del manifest.chunks[index], manifest.canonical[index]
             continue
         msg = f"the leaf at %PATH% is distributed already: expected a whole tensor, got {chunks.text}. Use reshard."

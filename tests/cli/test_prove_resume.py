@@ -140,12 +140,7 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
     [
         (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it, and"),
         (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
-        (
-            ANEW_AFTER_THE_FIRST,
-            4,
-            1,
-            "did not go on after the kill: it saved step 1 again, while step 3 was complete.",
-        ),
+        (ANEW_AFTER_THE_FIRST, 4, 1, "did not go on after the kill: it saved step 1, while step 3 was complete."),
         (OTHERWISE_BUILT, 4, 1, "so these of the state differ:\n  its containers (a tuple that was a list"),
         (SAVING_NO_MORE, 4, 1, "saved nothing after the kill that the whole run saved."),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),

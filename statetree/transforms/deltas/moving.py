@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.spans.bits import as_bits, flat_bytes
+from statetree.spans.bits import as_bits, flat_bytes, from_bits, same_bytes
 from statetree.spans.sums import FEW, sums_at
 from statetree.transforms.deltas.change import (
     EVERYBODYS,
@@ -47,12 +47,7 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     (layouts,) = run.layouts(state.manifest)
     run.expect()
     state.manifest.check_complete(layouts)
-    for leaf, layout in layouts.items():
-        if layout is not state.manifest.chunks[leaf].layout:  # others than those over its own mesh hold it, too
-            holders = layout.sharing(run.group.rank)
-            for name in state.parts_of[leaf]:
-                own = holders[state.tensors[name].box]
-                state.tensors[name] = state.tensors[name]._replace(replica=(own.index(run.group.rank), len(own)))
+    state.share(layouts, run.group.rank)
     delta.check_table(run.verb)
     rows = _rows(state)  # the same on every rank
     told: dict[str, list[TensorChange]] = {key: [] for key in rows}
@@ -160,13 +155,11 @@ def _received(state: StateParts, name: str, arrived: Sequence[_Elements]) -> Ten
     positions, order = torch.cat([positions for _, positions, _ in arrived]).sort()
     octets = torch.cat([bits.view(torch.uint8) for *_, bits in arrived])
     chosen, _ = in_box(positions, part.box, part.shape)
-    # Torch, asked for some of a tensor of bools, would write 1 for any byte but 0.
-    dtype = part.piece.dtype
-    rows = octets.view(len(order), dtype.itemsize)[order]
+    bits = as_bits(octets.view(part.piece.dtype))[order]  # of bools themselves, indices take any byte but 0 for 1
     again = positions[1:] == positions[:-1]  # from replicas over meshes of their own
-    if not rows[1:][again].equal(rows[:-1][again]):
+    if not same_bytes(bits[1:][again], bits[:-1][again]):
         raise mismatch(state.verb, name, "the same values from all replicas", "others", "Bring them in step (audit).")
-    values = rows[chosen].flatten().view(dtype)
+    values = from_bits(bits[chosen], part.piece.dtype)
     if not len(values):
         return None
     known = [positions[chosen][0], prod(part.shape), part.holder, *part.shape]

@@ -39,6 +39,7 @@ from statetree.transforms.deltas.change import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.ranks import Ranks
     from statetree.key_paths import Path
 
@@ -159,8 +160,8 @@ class StateParts:
     ``texts`` says of each leaf what must agree between trees. (Parts of a value may have other sizes.)
     """
 
-    def __init__(self, verb: str, tree: Any, ranks: Ranks, *, complete: bool = False) -> None:
-        self.verb, self.manifest = verb, Manifest(verb, tree, ranks, complete=complete)
+    def __init__(self, verb: str, tree: Any, ranks: Ranks) -> None:
+        self.verb, self.manifest = verb, Manifest(verb, tree, ranks)
         refuse_partial(self.manifest)
         self.leaves, outline = self.manifest.leaves, self.manifest.outline
         self.keys = outline.spec.flat_keys()
@@ -175,11 +176,10 @@ class StateParts:
             leaf, chunks = self.leaves[index], self.manifest.chunks.get(index)
             if chunks is not None:
                 shape, rank = tuple(chunks.shape), ranks.rank
-                holders = {} if chunks.layout is None else chunks.layout.sharing(rank)
+                held_by = {} if chunks.layout is None else _replicas(chunks.layout, rank)
                 parts[index] = [
-                    HeldPart(index, shape, box, as_plain(piece), (own.index(rank), len(own)))
+                    HeldPart(index, shape, box, as_plain(piece), held_by.get(box, (0, 1)))
                     for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
-                    for own in [holders.get(box, [rank])]
                 ]
                 self.texts[index] = f"a tensor {chunks.dtype} {shape} {[(*map(tuple, box),) for box in chunks.boxes]}"
             elif (kind := leaf_type_of(type(leaf))) is not None and kind.has_elements and not kind.opaque:
@@ -215,6 +215,14 @@ class StateParts:
         opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of]
         found = self._unpacked(opaque)
         return [(leaf, as_plain(found.parts[part])) for at, leaf in enumerate(opaque) for part in found.parts_of(at)]
+
+    def share(self, layouts: Mapping[int, ChunkLayout], rank: int) -> None:
+        """Say of each box who holds it among all ranks: this one knows those over its own mesh alone."""
+        for leaf, layout in layouts.items():
+            if layout is not self.manifest.chunks[leaf].layout:
+                held_by = _replicas(layout, rank)
+                for name in self.parts_of[leaf]:
+                    self.tensors[name] = self.tensors[name]._replace(replica=held_by[self.tensors[name].box])
 
     def is_value(self, leaf: int) -> bool:
         """Whether a leaf is neither a strided nor a distributed tensor: then it may be taken whole."""
@@ -285,6 +293,11 @@ class StateParts:
             raise TreeMismatch.between(self.verb, found, "Leave it out (select), or pass what its state_dict() has.")
         where = lambda: [self.paths()[leaf] for leaf in leaves]  # noqa: E731 - paths are rendered for errors alone
         return copied_leaves(self.verb, [self.leaves[leaf] for leaf in leaves], where)
+
+
+def _replicas(layout: ChunkLayout, rank: int) -> dict[Box, tuple[int, int]]:
+    """Return, for each box of a rank, its number among those that hold the box, and how many these are."""
+    return {box: (holders.index(rank), len(holders)) for box, holders in layout.sharing(rank).items()}
 
 
 def _named(key: str, count: int, taken: set[str]) -> list[str]:
