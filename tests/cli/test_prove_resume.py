@@ -102,6 +102,16 @@ with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("
             best.save(step, {"best": x})
         saved.save(step, {"x": x})
 """
+FROM_THE_RARER_ONE = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("rare", keep=None) as rare:
+    x = rare.restore()["x"] if rare.steps() else 0
+    for step in range((rare.latest_step() or 0) + 1, 7):
+        x += step
+        if step % 3 == 0:
+            rare.save(step, {"x": x})
+        saved.save(step, {"x": x})
+"""
 ONLY_EARLY = """
 import statetree
 with statetree.Checkpointer("run", keep=None) as saved, statetree.Checkpointer("best", keep=None) as best:
@@ -150,6 +160,7 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
         (NAMED_ALIKE, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
         (MIRRORED, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
         (OF_TWO, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
+        (FROM_THE_RARER_ONE, 6, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
         (ONLY_EARLY, 4, 0, "resumed bit for bit: compared at steps 4, 5, 6."),
     ],
     ids=[
@@ -165,6 +176,7 @@ with statetree.Checkpointer("run", mirror="memory://no-folder-of-this-process", 
         "named alike",
         "mirrored",
         "of two",
+        "from the rarer of two",
         "one of two early",
     ],
 )
